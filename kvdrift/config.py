@@ -1,0 +1,219 @@
+"""How a stage gets its configuration: Hydra composes `conf/`, and the stage's own frozen dataclass checks it.
+
+This file knows files, keys and types. It knows no stage and no meaning of a key, and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, runtime_checkable
+
+import hydra
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+"""Overrides that keep Hydra from writing run directories and logs."""
+
+C = TypeVar("C")
+
+
+class ConfigError(ValueError):
+    """Input that a user can mend. Shown without a traceback; says the value, what is allowed and what to do."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`conf/profile/*.yaml`: the machine side of a run, shared by every stage that computes."""
+
+    device: Literal["cpu", "cuda", "auto"]
+    threads: int
+    seed: int
+
+    @property
+    def torch_device(self) -> Literal["cpu", "cuda"]:
+        """`auto` resolved by what torch sees."""
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What Hydra composed for one stage, before it is checked."""
+
+    file: str
+    """The primary YAML, relative to the repository."""
+    values: dict[str, Any]
+    choices: dict[str, str]
+    """Group → chosen option, whose keys lie under the group's name."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every YAML that took part, relative to the repository: what `dvc.yaml` has to track."""
+        return (self.file, *(f"conf/{group}/{choice}.yaml" for group, choice in self.choices.items()))
+
+    def file_of(self, key: str) -> str:
+        """The YAML that a dotted key comes from."""
+        group = key.partition(".")[0]
+        return f"conf/{group}/{self.choices[group]}.yaml" if group in self.choices else self.file
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """What `@stage` makes of a script's `main`: call it to run; `name` and `schema` let others check its input."""
+
+    name: str
+    schema: type
+
+    def __call__(self) -> None: ...
+
+
+def stage(name: str) -> Callable[[Callable[[Any], None]], Stage]:
+    """Run `main(config)` on `conf/<name>.yaml`, checked against the dataclass that annotates `config`.
+
+    `conf/` lies beside the script's folder. A key that is unknown, missing or ill-typed, and any ConfigError of `main`
+    itself, ends the process with status 1 and one paragraph on stderr. The stage's seconds are printed at the end.
+    """
+
+    def decorate(main: Callable[[Any], None]) -> Stage:
+        script = Path(inspect.getfile(main)).resolve()
+        schema = get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
+
+        def task(composed: DictConfig) -> None:
+            started = time.perf_counter()
+            try:
+                main(check(_composition(name, composed, HydraConfig.get().runtime.choices), schema))
+            except ConfigError as error:
+                sys.exit(f"[{name}] error: {error}")
+            print(f"[{name}] {time.perf_counter() - started:.1f} s", flush=True)
+
+        @functools.wraps(main)
+        def run() -> None:
+            sys.argv[1:1] = QUIET
+            hydra.main(version_base=None, config_path=str(script.parent.parent / "conf"), config_name=name)(task)()
+
+        run.name, run.schema = name, schema  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def compose(name: str, overrides: Sequence[str] = (), conf: Path = Path("conf")) -> Composition:
+    """Compose `conf/<name>.yaml` with command-line style `overrides`. Raises ConfigError if Hydra can't."""
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # a stage may compose for another
+    try:
+        with hydra.initialize_config_dir(str(conf.resolve()), version_base=None):
+            composed = hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
+        return _composition(name, composed, composed.hydra.runtime.choices)
+    except (HydraException, yaml.YAMLError) as error:
+        raise ConfigError(f"conf/{name}.yaml can't be composed with {list(overrides)}: {error}") from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def check(composition: Composition, schema: type[C]) -> C:
+    """The values as `schema`, a frozen dataclass. Raises ConfigError naming the key, its file and what is allowed."""
+    try:
+        return _typed(composition.values, schema, "")
+    except _Misfit as misfit:
+        raise ConfigError(f"{composition.file_of(misfit.key)}: {misfit}. Edit it and run again.") from misfit
+
+
+def _composition(name: str, composed: DictConfig, choices: Mapping[str, str | None]) -> Composition:
+    groups = {group.partition("@")[0]: choice for group, choice in choices.items() if choice is not None}
+    try:
+        keys = [str(key) for key in composed if key != "hydra"]
+        own = OmegaConf.masked_copy(composed, keys)
+        values: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"conf/{name}.yaml: {error.full_key}: {error.msg}") from error
+    return Composition(f"conf/{name}.yaml", values, {g: c for g, c in groups.items() if not g.startswith("hydra/")})
+
+
+class _Misfit(ValueError):
+    """A value at a dotted key that isn't of the type that is wanted there."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key or 'the file'} {message}")
+        self.key = key
+
+
+def _typed(value: Any, wanted: Any, key: str) -> Any:
+    """`value`, plain data from YAML, as `wanted`: a dataclass, a container or Union of such, a Literal or a scalar."""
+    origin, args = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
+    if is_dataclass(wanted):
+        return _dataclass(value, wanted, key)
+    if origin in (Union, types.UnionType):
+        return _either(value, args, key)
+    if origin is Literal and value in args:
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_typed(item, args[0], f"{key}[{index}]") for index, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {_typed(k, args[0], key): _typed(item, args[1], f"{key}.{k}") for k, item in value.items()}
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if isinstance(wanted, type) and type(value) is wanted:
+        return value
+    raise _Misfit(key, f"is {value!r}; allowed: {_words(wanted)}")
+
+
+def _words(wanted: Any) -> str:
+    """A type as a user reads it."""
+    origin, args = get_origin(wanted), get_args(wanted)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin in (list, tuple):
+        return f"a list of {_words(args[0])}"
+    if origin is dict:
+        return f"a mapping to {_words(args[1])}"
+    return str(getattr(wanted, "__name__", wanted))
+
+
+def _either(value: Any, options: tuple[Any, ...], key: str) -> Any:
+    if value is None and types.NoneType in options:
+        return None
+    options = tuple(option for option in options if option is not types.NoneType)
+    for option in options[:-1]:
+        try:
+            return _typed(value, option, key)
+        except _Misfit:
+            continue
+    return _typed(value, options[-1], key)
+
+
+def _dataclass(value: Any, wanted: Any, key: str) -> Any:
+    if not isinstance(value, dict):
+        raise _Misfit(key, f"is {value!r}; allowed: the keys {', '.join(field.name for field in fields(wanted))}")
+    hints, names = get_type_hints(wanted), [field.name for field in fields(wanted)]
+    prefix = f"{key}." if key else ""
+    for name in value:
+        if name not in names:
+            raise _Misfit(f"{prefix}{name}", f"is an unknown key; allowed: {', '.join(sorted(names))}")
+    for field in fields(wanted):
+        if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise _Misfit(f"{prefix}{field.name}", "is missing; set it")
+    try:
+        return wanted(**{name: _typed(item, hints[name], f"{prefix}{name}") for name, item in value.items()})
+    except ValueError as error:
+        if isinstance(error, _Misfit):
+            raise
+        raise _Misfit(key, f"does not fit: {error}") from error

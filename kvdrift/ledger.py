@@ -1,0 +1,197 @@
+"""Bytes of a KV cache under a policy at (batch, length): ideal, as laid out, and as measured. Run it for a table:
+
+    python -m kvdrift.ledger --layers 24 --kv-heads 8 --head-dim 128 --tokens 2048 --batch 1 --policy int4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdrift.layout import HEADER_BYTES, layer_layouts
+from kvdrift.policy import CachePolicy, PolicyError, from_dict, packed_blocks
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+TABLE_BYTES_PER_BLOCK = 8
+"""int32 page and int32 token count."""
+TABLE_BYTES_PER_SEQUENCE = 4
+"""int32 count of exact tokens."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What decides the bytes of a model's cache. KV heads, never query heads; head_dim, never hidden/heads."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    query_heads: int
+    dtype_bytes: int = 2
+    positions: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: str | None = None) -> CacheShape:
+        """From a Hugging Face `config.json`. Raises ValueError naming what the config lacks."""
+        config = config.get("text_config") or config
+        for key in ("num_hidden_layers", "num_attention_heads"):
+            if config.get(key) is None:
+                raise ValueError(f"config.json has no {key!r}; kvdrift needs a decoder with a KV cache")
+        query_heads = int(config["num_attention_heads"])
+        dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return cls(
+            layers=int(config["num_hidden_layers"]),
+            kv_heads=int(config.get("num_key_value_heads") or query_heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // query_heads),
+            query_heads=query_heads,
+            dtype_bytes=DTYPE_BYTES[str(dtype).removeprefix("torch.")],
+            positions=config.get("max_position_embeddings"),
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's exact keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by purpose, all sequences and layers together. `format_bytes` is their sum and equals the storages held."""
+
+    reference: int
+    """The exact cache in the model's dtype."""
+    ideal: int
+    """Codes alone, as if every token were packed."""
+    codes: int = 0
+    scales: int = 0
+    lows: int = 0
+    headers: int = 0
+    padding: int = 0
+    exact_tokens: int = 0
+    """Sinks, residual window, exact layers and escalated blocks: the tokens themselves."""
+    exact_room: int = 0
+    """Slots of the exact buffer that hold no token now, so that the next block can gather."""
+    rollback: int = 0
+    """Exact shadow of each sequence's newest block."""
+    tables: int = 0
+    free_pages: int = 0
+    """Pages reserved and not in use (allocator rounding)."""
+
+    @property
+    def format_bytes(self) -> int:
+        parts = (self.codes, self.scales, self.lows, self.headers, self.padding, self.exact_tokens, self.exact_room)
+        return sum(parts) + self.rollback + self.tables + self.free_pages
+
+    def to_dict(self) -> dict[str, int | float]:
+        parts = {f"{name}_bytes": size for name, size in asdict(self).items()}
+        return parts | {
+            "format_bytes": self.format_bytes,
+            "saved_bytes": self.reference - self.format_bytes,
+            "ratio": self.format_bytes / self.reference if self.reference else 1.0,
+        }
+
+
+def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> Ledger:
+    """The ledger of `batch` sequences of `tokens` real tokens each, cache filled to exactly that length."""
+    policy = policy.bind(shape.layers, shape.head_dim)
+    blocks = packed_blocks(policy, tokens)
+    sums = dict.fromkeys(
+        ("ideal", "codes", "scales", "lows", "headers", "padding", "exact_tokens", "exact_room", "rollback", "tables"), 0
+    )
+    elements = shape.kv_heads * shape.head_dim * tokens
+    for layer, layout in zip(policy.layers, layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)):
+        for quantizer in (layer.key, layer.value):
+            sums["ideal"] += elements * (quantizer.bits if quantizer else 8 * shape.dtype_bytes) // 8
+        if layout is None or blocks == 0:
+            sums["exact_tokens"] += tokens * shape.token_bytes
+            continue
+        for tensor in (layout.key, layout.value):
+            sums["codes"] += blocks * tensor.codes_bytes
+            sums["scales"] += blocks * tensor.scales_bytes
+            sums["lows"] += blocks * tensor.lows_bytes
+        sums["headers"] += blocks * HEADER_BYTES
+        page = sum(t.codes_bytes + t.scales_bytes + t.lows_bytes for t in (layout.key, layout.value))
+        sums["padding"] += blocks * (layout.page_bytes - HEADER_BYTES - page)
+        exact = tokens - blocks * policy.block
+        sums["exact_tokens"] += exact * shape.token_bytes
+        sums["exact_room"] += (policy.exact_tokens + policy.block - exact) * shape.token_bytes
+        sums["rollback"] += (policy.block if policy.rollback else 0) * shape.token_bytes
+        sums["tables"] += blocks * TABLE_BYTES_PER_BLOCK + TABLE_BYTES_PER_SEQUENCE
+    scaled = {name: size * batch for name, size in sums.items()}
+    return Ledger(reference=shape.layers * shape.token_bytes * tokens * batch, **scaled)
+
+
+def bits_per_element(policy: CachePolicy, shape: CacheShape) -> float:
+    """Bits a packed element costs, scales, lows, header and page padding included, averaged over the packed layers."""
+    policy = policy.bind(shape.layers, shape.head_dim)
+    layouts = [x for x in layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes) if x is not None]
+    if not layouts:
+        return 8.0 * shape.dtype_bytes
+    return 8 * sum(x.page_bytes for x in layouts) / (len(layouts) * 2 * shape.kv_heads * shape.head_dim * policy.block)
+
+
+def load_policy(name: str, folder: Path = Path("conf/policy")) -> CachePolicy:
+    """A policy by name from `conf/policy`, or by the path of a YAML or JSON file.
+
+    Raises PolicyError naming the policies there are. A policy with a `search` section has no layers until the plan
+    stage resolves it, so its resolved file is `data/plans/<name>.json`.
+    """
+    import yaml
+
+    path = Path(name) if name.endswith((".yaml", ".json")) else folder / f"{name}.yaml"
+    if not path.exists():
+        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise PolicyError(f"policy {name!r} is not one of {', '.join(known) or f'(none in {folder})'}")
+    raw = yaml.safe_load(path.read_text())
+    if "search" in raw:
+        raise PolicyError(f"policy {name!r} is searched for; use data/plans/{name}.json once `dvc repro` has made it")
+    return from_dict(raw, name=path.stem)
+
+
+def _model_shape(model: str) -> CacheShape:
+    path = Path(model)
+    for candidate in (path, path / "config.json", path / "model" / "config.json"):
+        if candidate.is_file():
+            return CacheShape.from_config(json.loads(candidate.read_text()))
+    raise ValueError(f"no config.json at {model!r}; pass a model folder, or --layers, --kv-heads and --head-dim")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvdrift.ledger", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a model folder or its config.json, instead of the numbers below")
+    for flag in ("--layers", "--kv-heads", "--head-dim"):
+        parser.add_argument(flag, type=int)
+    parser.add_argument("--dtype", default="float16", choices=sorted(DTYPE_BYTES))
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        if options.model:
+            shape = _model_shape(options.model)
+        elif None in (options.layers, options.kv_heads, options.head_dim):
+            raise ValueError("pass --model, or all of --layers, --kv-heads and --head-dim")
+        else:
+            size = DTYPE_BYTES[options.dtype]
+            shape = CacheShape(options.layers, options.kv_heads, options.head_dim, options.kv_heads, size)
+        if min(options.tokens, options.batch) < 1:
+            raise ValueError(f"--tokens {options.tokens} and --batch {options.batch} must be 1 or more")
+        ledger = account(load_policy(options.policy), shape, options.tokens, options.batch)
+    except (ValueError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(ledger.to_dict()))
+        return 0
+    for name, value in ledger.to_dict().items():
+        print(f"{name.removesuffix('_bytes'):14} " + (f"{value:14.4f}" if name == "ratio" else f"{value:14,d} B {value / 2**20:10.2f} MiB"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The sensitivity map: KL and cosine of each cell under probe quantizers, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from kvdrift.layout import block_layout
+from kvdrift.measure.cells import Variant, layer_kl
+from kvdrift.measure.pages import through_pages
+from kvdrift.measure.reference import Stored
+from kvdrift.measure.tensors import bucket_ranges, errors
+from kvdrift.policy import CachePolicy, LayerPolicy, from_dict
+
+TENSORS = ("key", "value")
+SCHEMA = pl.Schema(
+    {
+        "prompt": pl.String,
+        "probe": pl.String,
+        "layer": pl.Int64,
+        "tensor": pl.String,
+        "bucket": pl.Int64,
+        "start": pl.Int64,
+        "stop": pl.Int64,
+        "kl": pl.Float64,
+        "kl_max": pl.Float64,
+        "cosine": pl.Float64,
+    }
+)
+"""A row a cell. A null bucket is the layer's whole packed span. [start, stop) are the packed tokens; empty cells have
+null figures."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One quantizer pair put into one layer at a time."""
+
+    name: str
+    policy: CachePolicy
+    by_bucket: bool
+
+
+def probes(searched: Mapping[str, Any], policies: Sequence[CachePolicy]) -> list[Probe]:
+    """The choices of the searched policy, whole layers; the given policies, bucket by bucket.
+
+    All take the searched policy's sinks, residual window and block, so that cells compare.
+    """
+    frame = {name: value for name, value in searched.items() if name not in ("search", "escalation")}
+    found = [
+        Probe(str(name), from_dict(frame | dict(choice), name=str(name)), False)
+        for name, choice in searched["search"]["choices"].items()
+    ]
+    base = found[0].policy
+    for policy in policies:
+        same = replace(base, name=policy.name, layers=policy.layers)
+        twin = next((p for p in found if p.policy.layers == same.layers), None)
+        if twin is not None:
+            found[found.index(twin)] = replace(twin, by_bucket=True)
+        else:
+            found.append(Probe(policy.name, same, True))
+    return found
+
+
+def layer_rows(model: Any, stored: Stored, layer: int, chosen: Sequence[Probe], steps: int) -> list[dict[str, Any]]:
+    """Rows of SCHEMA for one layer and prompt (the batch's first)."""
+    whole = range(stored.length)
+    keys, values = (x[0] for x in stored.layer(layer))
+    variants, named = [], []
+    for probe in chosen:
+        policy = probe.policy.bind(stored.layers, keys.shape[-1])
+        pair = policy.layer(layer)
+        for tensor in TENSORS:
+            alone = LayerPolicy(key=pair.key) if tensor == "key" else LayerPolicy(value=pair.value)
+            only = replace(policy, layers=tuple(alone if i == layer else LayerPolicy() for i in range(stored.layers)))
+            spans = [whole, *(bucket_ranges(stored.length) if probe.by_bucket else ())]
+            variants.append(Variant(only, tuple(spans)))
+            named.append((probe, tensor, alone, spans))
+    kls = layer_kl(model, stored, 0, layer, variants, steps)
+    rows = []
+    for (probe, tensor, alone, spans), figures in zip(named, kls):
+        layout = block_layout(alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
+        decoded = through_pages(keys, values, replace(probe.policy, layers=(alone,)), layout)
+        inside = slice(decoded.span.start, decoded.span.stop)
+        exact, new = (keys[:, inside], decoded.keys) if tensor == "key" else (values[:, inside], decoded.values)
+        cosine = errors(exact, new).cosine.mean(0)
+        for index, span in enumerate(spans):
+            packed = packed_span(probe.policy, decoded.span, span)
+            row = {"prompt": stored.prompts[0].id, "probe": probe.name, "layer": layer, "tensor": tensor}
+            row |= {"bucket": None if index == 0 else span.start, "start": None, "stop": None}
+            row |= {"kl": None, "kl_max": None, "cosine": None}
+            if packed:
+                at = slice(packed.start - decoded.span.start, packed.stop - decoded.span.start)
+                row |= {"start": packed.start, "stop": packed.stop, "kl": float(figures[index].mean())}
+                row |= {"kl_max": float(figures[index].max()), "cosine": float(cosine[at].mean())}
+            rows.append(row)
+    return rows
+
+
+def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
+    """Tokens of the blocks whose first token lies in the bucket; blocks run in steps from the first packed token."""
+    starts = [start for start in range(packed.start, packed.stop, policy.block) if start in bucket]
+    return range(starts[0], starts[-1] + policy.block) if starts else range(0)

@@ -1,0 +1,30 @@
+"""How two generations differ: where they first part, how far they are apart, and what kind of change it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rapidfuzz.distance import Levenshtein
+
+CHANGE = {
+    "tool_arguments": "tool argument",
+    "citation": "citation",
+    "refusal": "safety decision",
+    "copy": "exact string",
+    "needle": "exact string",
+    "needle_grid": "exact string",
+}
+"""Cohort → what a changed answer of it means."""
+
+
+def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
+    """Index of the first differing token, None if the generations are identical."""
+    for index, (a, b) in enumerate(zip(reference, candidate)):
+        if a != b:
+            return index
+    return None if len(reference) == len(candidate) else min(len(reference), len(candidate))
+
+
+def edit_distance(reference: Sequence[int], candidate: Sequence[int]) -> int:
+    """Levenshtein distance in tokens."""
+    return int(Levenshtein.distance(list(reference), list(candidate)))

@@ -1,0 +1,220 @@
+"""The tensor policy: which quantizer holds each layer's keys and values, and which tokens stay exact.
+
+This file knows names, limits and identity. It knows no tensor, no model and no byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+FORMATS = {"uniform": (2, 4, 8), "fp8_e4m3": (8,)}
+AXES = ("channel", "token")
+SCALE_BYTES = {"float16": 2, "float32": 4}
+PREFILLS = ("exact", "packed")
+WHOLE_HEAD = 0
+"""`group` of a per-token quantizer whose one group is the whole head, whatever its size."""
+
+
+class PolicyError(ValueError):
+    """A policy that can't be built, or that doesn't fit the model it is bound to."""
+
+
+def _one_of(what: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise PolicyError(f"{what} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def _checked(cls: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    names = {field.name for field in fields(cls)}
+    for key in raw:
+        if key not in names:
+            raise PolicyError(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(names))}")
+    return dict(raw)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How one tensor becomes codes.
+
+    `axis="channel"` groups `group` consecutive tokens of one channel (as KIVI does for keys);
+    `axis="token"` groups `group` consecutive channels of one token, or the whole head when `group` is 0.
+    """
+
+    format: str = "uniform"
+    bits: int = 8
+    axis: str = "token"
+    group: int = WHOLE_HEAD
+    scale_dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        _one_of("format", self.format, tuple(FORMATS))
+        _one_of(f"bits of {self.format}", self.bits, FORMATS[self.format])
+        _one_of("axis", self.axis, AXES)
+        _one_of("scale_dtype", self.scale_dtype, tuple(SCALE_BYTES))
+        if self.group < 0 or (self.axis == "channel" and self.group == WHOLE_HEAD):
+            raise PolicyError(f"group is {self.group}; a per-channel quantizer needs the number of tokens it groups")
+        if self.format == "fp8_e4m3" and self.axis != "token":
+            raise PolicyError("fp8_e4m3 has a scale per token and head; set axis: token")
+
+    @property
+    def has_low(self) -> bool:
+        """Asymmetric formats store a floating low beside the scale."""
+        return self.format == "uniform"
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """The quantizers of one layer; None keeps that tensor exact, in the model's dtype."""
+
+    key: Quantizer | None = None
+    value: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is not None and self.value.axis != "token":
+            raise PolicyError("value.axis is 'channel'; values are read token by token, so only 'token' is allowed")
+
+    @property
+    def is_exact(self) -> bool:
+        return self.key is None and self.value is None
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """A tensor policy for a whole model.
+
+    `layers` holds one entry a layer, or a single one that every layer shares. `min_length` (the measured break-even)
+    and `max_length` (the longest length that was evaluated) say where the policy may run, not what it is, so they are
+    outside its id.
+    """
+
+    name: str
+    layers: tuple[LayerPolicy, ...]
+    sink_tokens: int = 0
+    residual_window: int = 0
+    block: int = 64
+    rollback: int = 16
+    prefill: str = "exact"
+    escalation: tuple[str, ...] = ("exact",)
+    min_length: int = 0
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("prefill", self.prefill, PREFILLS)
+        _one_of("block", self.block, (32, 64, 128))
+        if not self.layers:
+            raise PolicyError(f"policy {self.name!r} has no layers")
+        for name in ("sink_tokens", "residual_window", "rollback", "min_length"):
+            if getattr(self, name) < 0:
+                raise PolicyError(f"{name} is {getattr(self, name)}; it must be 0 or more tokens")
+        if self.rollback > self.block:
+            raise PolicyError(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
+        if (self.sink_tokens + self.residual_window) % 16:
+            raise PolicyError(
+                f"sink_tokens + residual_window is {self.sink_tokens + self.residual_window}; it must be a multiple "
+                "of 16, so that 16-token chunks see what token-by-token decoding sees"
+            )
+        for layer in self.layers:
+            key = layer.key
+            if key is not None and key.axis == "channel" and self.block % key.group:
+                raise PolicyError(
+                    f"key.group is {key.group}; it must divide the block of {self.block} tokens: "
+                    f"{[g for g in (8, 16, 32, 64, 128) if self.block % g == 0]}"
+                )
+
+    @property
+    def is_exact(self) -> bool:
+        return all(layer.is_exact for layer in self.layers)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens that always stay exact: sinks and residual window."""
+        return self.sink_tokens + self.residual_window
+
+    @property
+    def id(self) -> str:
+        """12 hex digits over everything that decides a byte of the cache."""
+        content = asdict(self)
+        for outside in ("name", "min_length", "max_length", "escalation"):
+            del content[outside]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+    def layer(self, index: int) -> LayerPolicy:
+        return self.layers[0] if len(self.layers) == 1 else self.layers[index]
+
+    def bind(self, layers: int, head_dim: int) -> CachePolicy:
+        """This policy with one entry a layer, checked against a model.
+
+        Raises PolicyError naming head_dim, group and the allowed groups when they don't fit.
+        """
+        if len(self.layers) not in (1, layers):
+            raise PolicyError(f"policy {self.name!r} names {len(self.layers)} layers; the model has {layers}")
+        for layer in self.layers:
+            for tensor, quantizer in (("key", layer.key), ("value", layer.value)):
+                if quantizer is not None:
+                    _check_row(self.name, tensor, quantizer, self.block, head_dim)
+        return replace(self, layers=tuple(self.layer(index) for index in range(layers)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def packed_until(policy: CachePolicy, length: int) -> int:
+    """Tokens [sink_tokens, this) are packed once a sequence holds `length` real tokens (DESIGN: P of the last one)."""
+    return policy.sink_tokens + packed_blocks(policy, length) * policy.block
+
+
+def packed_blocks(policy: CachePolicy, length: int) -> int:
+    """Blocks sealed in each packed layer of a sequence of `length` real tokens."""
+    if policy.is_exact or length < policy.min_length:
+        return 0
+    return max(0, length - policy.exact_tokens) // policy.block
+
+
+def _check_row(name: str, tensor: str, quantizer: Quantizer, block: int, head_dim: int) -> None:
+    per_byte = 8 // quantizer.bits
+    if quantizer.axis == "token":
+        allowed = [g for g in (8, 16, 32, 64, 128, 256) if head_dim % g == 0]
+        if quantizer.group and head_dim % quantizer.group:
+            raise PolicyError(
+                f"policy {name!r}: {tensor}.group {quantizer.group} does not divide head_dim {head_dim}; "
+                f"allowed groups: {[WHOLE_HEAD, *allowed]} (0 is the whole head)"
+            )
+        if head_dim % per_byte:
+            raise PolicyError(f"policy {name!r}: head_dim {head_dim} is not a whole number of {quantizer.bits}-bit bytes")
+    elif block % per_byte:
+        raise PolicyError(f"policy {name!r}: block {block} is not a whole number of {quantizer.bits}-bit bytes")
+
+
+def _quantizer(raw: Mapping[str, Any] | None, where: str) -> Quantizer | None:
+    return None if raw is None else Quantizer(**_checked(Quantizer, raw, where))
+
+
+def _layer(raw: Mapping[str, Any], where: str) -> LayerPolicy:
+    _checked(LayerPolicy, raw, where)
+    return LayerPolicy(
+        key=_quantizer(raw.get("key"), f"{where}.key"), value=_quantizer(raw.get("value"), f"{where}.value")
+    )
+
+
+def from_dict(raw: Mapping[str, Any], name: str | None = None) -> CachePolicy:
+    """A policy from plain data: either `layers: [{key, value}, …]`, or `key` and `value` for all layers alike.
+
+    Raises PolicyError on an unknown key or a value that isn't allowed.
+    """
+    content = dict(raw)
+    name = name or content.pop("name", None) or "unnamed"
+    content.pop("name", None)
+    where = f"policy {name!r}"
+    if "layers" in content:
+        layers = tuple(_layer(layer, f"{where} layer {i}") for i, layer in enumerate(content.pop("layers")))
+    else:
+        layers = (_layer({k: content.pop(k) for k in ("key", "value") if k in content}, where),)
+    content["escalation"] = tuple(content.get("escalation", ("exact",)))
+    try:
+        return CachePolicy(name=name, layers=layers, **_checked(CachePolicy, content, where))
+    except TypeError as error:
+        raise PolicyError(f"{where}: {error}") from error

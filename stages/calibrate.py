@@ -1,0 +1,60 @@
+"""Channel ranges of keys and values on the calibration prompts: what saturation and the outlier detector go by."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdrift.config import ConfigError, stage
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    outlier_margin: float
+    """A request is an outlier when a key or value exceeds the calibrated range of its layer by this factor."""
+    prompts: Path
+    reference: Path
+    out: Path
+
+
+@stage("calibrate")
+def main(config: CalibrateConfig) -> None:
+    import json
+
+    import polars as pl
+    import torch
+    from safetensors.torch import save_file
+
+    from kvdrift.measure.reference import stored
+    from kvdrift.prompts.prompt import from_frame
+
+    batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)), "calibration")
+    if not batches:
+        raise ConfigError("the corpus has no calibration prompts; give conf/corpus a calibration cohort")
+    ranges: dict[str, list[torch.Tensor]] = {}
+    limits = []
+    for layer in range(batches[0].layers):
+        tensors = [batch.layer(layer) for batch in batches]
+        limit = {}
+        for name, at in (("keys", 0), ("values", 1)):
+            low = torch.stack([pair[at].float().amin((0, 2)) for pair in tensors]).amin(0)
+            high = torch.stack([pair[at].float().amax((0, 2)) for pair in tensors]).amax(0)
+            if not bool((high > low).any()):
+                raise ConfigError(
+                    f"{name} of layer {layer} are constant on all calibration prompts, so their range says nothing; "
+                    "calibrate on real text"
+                )
+            ranges.setdefault(f"{name}_low", []).append(low)
+            ranges.setdefault(f"{name}_high", []).append(high)
+            limit[name] = config.outlier_margin * float(torch.maximum(low.abs(), high.abs()).amax())
+        limits.append(limit)
+    config.out.mkdir(parents=True, exist_ok=True)
+    save_file({name: torch.stack(layers) for name, layers in ranges.items()}, config.out / "ranges.safetensors")
+    prompts = [p for batch in batches for p in batch.prompts]
+    content = {
+        "coverage": {"cohorts": sorted({p.cohort for p in prompts}), "prompts": len(prompts), "tokens": sum(len(p.tokens) for p in prompts)},
+        "outlier_limits": limits,
+    }
+    (config.out / "calibration.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

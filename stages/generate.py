@@ -1,0 +1,76 @@
+"""Generate every task's answer over its packed cache, greedy and sampled; grade it beside the reference's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdrift.config import Profile, stage
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    profile: Profile
+    plan: str
+    modes: list[str]
+    manifest: Path
+    prompts: Path
+    attack: Path
+    reference: Path
+    attack_reference: Path
+    plans: Path
+    out: Path
+
+
+@stage("generate")
+def main(config: GenerateConfig) -> None:
+    import polars as pl
+    import torch
+    from tqdm import tqdm
+
+    from kvdrift import models
+    from kvdrift.cache.packed import PackedCache
+    from kvdrift.measure import replay, text
+    from kvdrift.measure.plans import read_plan
+    from kvdrift.measure.reference import stored
+    from kvdrift.prompts.graders import grade
+    from kvdrift.prompts.prompt import from_frame
+
+    torch.set_num_threads(config.profile.threads)
+    policy = read_plan(config.plans, config.plan)
+    batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
+    batches += stored(config.attack_reference, from_frame(pl.read_parquet(config.attack)))
+    made = [pl.read_parquet(folder / "generations.parquet") for folder in (config.reference, config.attack_reference)]
+    reference = {(row["prompt"], row["mode"]): row for row in pl.concat(made).iter_rows(named=True)}
+    model, tokenizer = models.load(config.manifest, config.profile.torch_device, "kvdrift")
+    stop = replay.stop_tokens(model, tokenizer)
+
+    config.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    tasks = [(batch, mode) for batch in batches if batch.prompts[0].task for mode in config.modes]
+    for batch, mode in tqdm(tasks, desc=f"generate {config.plan}", unit="batch"):
+        cache = PackedCache(policy, model.config, dtype=model.dtype)
+        batch.fill(cache, model.device, tokens=batch.length - 1)
+        new = batch.prompts[0].max_new_tokens
+        out = replay.generate(model, cache, batch.prefix.to(model.device), new, mode, config.profile.seed, stop)
+        for prompt, tokens in zip(batch.prompts, out.tokens):
+            before = reference[prompt.id, mode]
+            output = tokenizer.decode(tokens, skip_special_tokens=True)
+            was, now = (grade(prompt.task, answer, prompt.answer) for answer in (before["text"], output))
+            row = {"prompt": prompt.id, "cohort": prompt.cohort, "task": prompt.task, "mode": mode}
+            row |= {"length": batch.length, "depth": prompt.depth, "answer": prompt.answer}
+            row |= {"output_reference": before["text"], "output": output}
+            row |= {"tokens_reference": before["tokens"], "tokens": tokens}
+            row |= {"score_reference": was.score, "score": now.score}
+            row |= {"correct_reference": was.correct, "correct": now.correct}
+            row |= {"valid_format_reference": was.valid_format, "valid_format": now.valid_format}
+            row |= {"refused_reference": was.refused, "refused": now.refused}
+            row |= {"first_divergence": text.first_divergence(before["tokens"], tokens)}
+            row |= {"edit_distance": text.edit_distance(before["tokens"], tokens)}
+            rows.append(row)
+    lists = {"tokens_reference": pl.List(pl.Int64), "tokens": pl.List(pl.Int64), "first_divergence": pl.Int64}
+    pl.DataFrame(rows, schema_overrides=lists | {"depth": pl.Float64}, infer_schema_length=None).write_parquet(
+            config.out / f"{config.plan}.parquet"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Pack the reference's keys and values under one policy; write tensor and attention errors and the reconciled ledger."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdrift.config import Profile, stage
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    profile: Profile
+    plan: str
+    manifest: Path
+    prompts: Path
+    reference: Path
+    calibration: Path
+    plans: Path
+    out: Path
+
+
+@stage("quantize")
+def main(config: QuantizeConfig) -> None:
+    import json
+
+    import polars as pl
+    import torch
+    from safetensors.torch import load_file
+    from tqdm import tqdm
+
+    from kvdrift import ledger, models
+    from kvdrift.measure.held import reconcile
+    from kvdrift.measure.plans import read_plan
+    from kvdrift.measure.quantized import attention_rows, error_rows
+    from kvdrift.measure.pages import through_pages
+    from kvdrift.measure.reference import stored
+    from kvdrift.layout import layer_layouts
+    from kvdrift.prompts.prompt import from_frame
+
+    torch.set_num_threads(config.profile.threads)
+    _, shape = models.read_manifest(config.manifest)
+    policy = read_plan(config.plans, config.plan).bind(shape.layers, shape.head_dim)
+    layouts = layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)
+    ranges = load_file(config.calibration / "ranges.safetensors")
+    batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
+
+    errors, attention, escalated, reconciled = [], [], 0, []
+    for batch in tqdm(batches, desc=f"quantize {config.plan}", unit="batch"):
+        prompt = batch.prompts[0]
+        scored = len(prompt.continuation) > 1
+        for layer, layout in enumerate(layouts):
+            if layout is None:
+                continue
+            keys, values = (x[0] for x in batch.layer(layer))
+            decoded = through_pages(keys, values, policy, layout)
+            escalated += decoded.escalated
+            errors.append(error_rows(prompt, layer, keys, values, decoded, ranges))
+            if scored:
+                (queries,) = batch.read(f"queries.{layer}")
+                attention.append(attention_rows(prompt, layer, queries[0], keys, values, decoded))
+        if batch.length not in {row["tokens"] for row in reconciled}:
+            reconciled.append(reconcile(batch, policy, shape))
+    config.out.mkdir(parents=True, exist_ok=True)
+    from kvdrift.measure.quantized import ATTENTION, ERRORS
+
+    pl.concat(errors or [pl.DataFrame(schema=ERRORS)]).write_parquet(config.out / f"{config.plan}.parquet")
+    pl.concat(attention or [pl.DataFrame(schema=ATTENTION)]).write_parquet(config.out / f"{config.plan}_attention.parquet")
+    content = {
+        "policy": policy.id,
+        "bits_per_element": ledger.bits_per_element(policy, shape),
+        "escalated_blocks": escalated,
+        "memory": reconciled,
+        "reconciled": all(row["held_bytes"] == row["format_bytes"] for row in reconciled),
+    }
+    (config.out / f"{config.plan}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""KL of every cell for the probe quantizers: each layer alone, each position bucket, keys and values apart."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdrift.config import Profile, stage
+
+
+@dataclass(frozen=True)
+class SensitivityConfig:
+    profile: Profile
+    policy: dict[str, Any]
+    """The searched policy: its choices are probed layer by layer."""
+    probe_policies: list[str]
+    """Policies whose quantizers are probed cell by cell."""
+    cohorts: list[str]
+    """Cohorts whose first prompt is a probe prompt."""
+    steps: int
+    manifest: Path
+    prompts: Path
+    reference: Path
+    out: Path
+
+
+@stage("sensitivity")
+def main(config: SensitivityConfig) -> None:
+    import polars as pl
+    import torch
+    from tqdm import tqdm
+
+    from kvdrift import models
+    from kvdrift.ledger import load_policy
+    from kvdrift.measure.reference import stored
+    from kvdrift.measure.sensitivity import SCHEMA, layer_rows, probes
+    from kvdrift.prompts.prompt import from_frame
+
+    torch.set_num_threads(config.profile.threads)
+    batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
+    model, _ = models.load(config.manifest, config.profile.torch_device, "kvdrift")
+    chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
+    prompts = [next(b for b in batches if b.prompts[0].cohort == cohort) for cohort in config.cohorts]
+    work = [(batch, layer) for batch in prompts for layer in range(batch.layers)]
+    rows = [
+        row
+        for batch, layer in tqdm(work, desc="sensitivity", unit="layer")
+        for row in layer_rows(model, batch, layer, chosen, config.steps)
+    ]
+    config.out.mkdir(parents=True, exist_ok=True)
+    pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
+
+
+if __name__ == "__main__":
+    main()
