@@ -1,6 +1,6 @@
 """Bytes of a KV cache under a policy at (batch, length): ideal, as laid out, and as measured. Run it for a table:
 
-    python -m kvdrift.ledger --layers 24 --kv-heads 8 --head-dim 128 --tokens 2048 --batch 1 --policy int4
+python -m kvdrift.ledger --layers 24 --kv-heads 8 --head-dim 128 --tokens 2048 --batch 1 --policy int4
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ class CacheShape:
             if config.get(key) is None:
                 raise ValueError(f"config.json has no {key!r}; kvdrift needs a decoder with a KV cache")
         query_heads = int(config["num_attention_heads"])
-        dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+        if config.get("head_dim") is None and config.get("hidden_size") is None:
+            raise ValueError("config.json has neither 'head_dim' nor 'hidden_size'; kvdrift needs one of them")
         return cls(
             layers=int(config["num_hidden_layers"]),
             kv_heads=int(config.get("num_key_value_heads") or query_heads),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // query_heads),
             query_heads=query_heads,
-            dtype_bytes=DTYPE_BYTES[str(dtype).removeprefix("torch.")],
+            dtype_bytes=DTYPE_BYTES[dtype],
             positions=config.get("max_position_embeddings"),
         )
 
@@ -99,9 +103,8 @@ def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> 
     """The ledger of `batch` sequences of `tokens` real tokens each, cache filled to exactly that length."""
     policy = policy.bind(shape.layers, shape.head_dim)
     blocks = packed_blocks(policy, tokens)
-    sums = dict.fromkeys(
-        ("ideal", "codes", "scales", "lows", "headers", "padding", "exact_tokens", "exact_room", "rollback", "tables"), 0
-    )
+    parts = ("codes", "scales", "lows", "headers", "padding", "exact_tokens", "exact_room", "rollback", "tables")
+    sums = dict.fromkeys(("ideal", *parts), 0)
     elements = shape.kv_heads * shape.head_dim * tokens
     for layer, layout in zip(policy.layers, layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)):
         for quantizer in (layer.key, layer.value):
@@ -146,8 +149,11 @@ def load_policy(name: str, folder: Path = Path("conf/policy")) -> CachePolicy:
     if not path.exists():
         known = sorted(p.stem for p in folder.glob("*.yaml"))
         raise PolicyError(f"policy {name!r} is not one of {', '.join(known) or f'(none in {folder})'}")
-    raw = yaml.safe_load(path.read_text())
-    if "search" in raw:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise PolicyError(f"{path} is not YAML: {error}") from error
+    if isinstance(raw, dict) and "search" in raw:
         raise PolicyError(f"policy {name!r} is searched for; use data/plans/{name}.json once `dvc repro` has made it")
     return from_dict(raw, name=path.stem)
 
@@ -189,7 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(ledger.to_dict()))
         return 0
     for name, value in ledger.to_dict().items():
-        print(f"{name.removesuffix('_bytes'):14} " + (f"{value:14.4f}" if name == "ratio" else f"{value:14,d} B {value / 2**20:10.2f} MiB"))
+        shown = f"{value:14.4f}" if name == "ratio" else f"{value:14,d} B {value / 2**20:10.2f} MiB"
+        print(f"{name.removesuffix('_bytes'):14} {shown}")
     return 0
 
 

@@ -24,12 +24,19 @@ class PolicyError(ValueError):
 
 
 def _one_of(what: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
+    if not any(value == one and type(value) is type(one) for one in allowed):
         raise PolicyError(f"{what} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def _whole(what: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise PolicyError(f"{what} is {value!r}; allowed: whole numbers from 0 on")
 
 
 def _checked(cls: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = {field.name for field in fields(cls)}
+    if not isinstance(raw, Mapping):
+        raise PolicyError(f"{where} is {raw!r}; pass a mapping with keys from {', '.join(sorted(names))}")
     for key in raw:
         if key not in names:
             raise PolicyError(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(names))}")
@@ -55,7 +62,8 @@ class Quantizer:
         _one_of(f"bits of {self.format}", self.bits, FORMATS[self.format])
         _one_of("axis", self.axis, AXES)
         _one_of("scale_dtype", self.scale_dtype, tuple(SCALE_BYTES))
-        if self.group < 0 or (self.axis == "channel" and self.group == WHOLE_HEAD):
+        _whole("group", self.group)
+        if self.axis == "channel" and self.group == WHOLE_HEAD:
             raise PolicyError(f"group is {self.group}; a per-channel quantizer needs the number of tokens it groups")
         if self.format == "fp8_e4m3" and self.axis != "token":
             raise PolicyError("fp8_e4m3 has a scale per token and head; set axis: token")
@@ -108,8 +116,11 @@ class CachePolicy:
         if not self.layers:
             raise PolicyError(f"policy {self.name!r} has no layers")
         for name in ("sink_tokens", "residual_window", "rollback", "min_length"):
-            if getattr(self, name) < 0:
-                raise PolicyError(f"{name} is {getattr(self, name)}; it must be 0 or more tokens")
+            _whole(name, getattr(self, name))
+        if self.max_length is not None:
+            _whole("max_length", self.max_length)
+        if not (isinstance(self.escalation, tuple) and all(isinstance(step, str) for step in self.escalation)):
+            raise PolicyError(f"escalation is {self.escalation!r}; pass a list of policy names, such as [int8, exact]")
         if self.rollback > self.block:
             raise PolicyError(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
         if (self.sink_tokens + self.residual_window) % 16:
@@ -119,10 +130,9 @@ class CachePolicy:
             )
         for layer in self.layers:
             key = layer.key
-            if key is not None and key.axis == "channel" and self.block % key.group:
+            if key is not None and key.axis == "channel" and key.group not in _groups(self.block):
                 raise PolicyError(
-                    f"key.group is {key.group}; it must divide the block of {self.block} tokens: "
-                    f"{[g for g in (8, 16, 32, 64, 128) if self.block % g == 0]}"
+                    f"key.group is {key.group}; it must divide the block of {self.block} tokens: {_groups(self.block)}"
                 )
 
     @property
@@ -136,8 +146,10 @@ class CachePolicy:
 
     @property
     def id(self) -> str:
-        """12 hex digits over everything that decides a byte of the cache."""
+        """12 hex digits over everything that decides a byte of the cache; the same before and after `bind`."""
         content = asdict(self)
+        if all(layer == self.layers[0] for layer in self.layers):
+            content["layers"] = content["layers"][:1]
         for outside in ("name", "min_length", "max_length", "escalation"):
             del content[outside]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -155,7 +167,7 @@ class CachePolicy:
         for layer in self.layers:
             for tensor, quantizer in (("key", layer.key), ("value", layer.value)):
                 if quantizer is not None:
-                    _check_row(self.name, tensor, quantizer, self.block, head_dim)
+                    _check_row(self.name, tensor, quantizer, head_dim)
         return replace(self, layers=tuple(self.layer(index) for index in range(layers)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,19 +186,25 @@ def packed_blocks(policy: CachePolicy, length: int) -> int:
     return max(0, length - policy.exact_tokens) // policy.block
 
 
-def _check_row(name: str, tensor: str, quantizer: Quantizer, block: int, head_dim: int) -> None:
+def _groups(row: int) -> list[int]:
+    """Group sizes for a row of so many tokens or channels: the multiples of 8 that divide it."""
+    return [group for group in range(8, row + 1, 8) if row % group == 0]
+
+
+def _check_row(name: str, tensor: str, quantizer: Quantizer, head_dim: int) -> None:
     per_byte = 8 // quantizer.bits
     if quantizer.axis == "token":
-        allowed = [g for g in (8, 16, 32, 64, 128, 256) if head_dim % g == 0]
-        if quantizer.group and head_dim % quantizer.group:
+        allowed = [WHOLE_HEAD, *_groups(head_dim)]
+        if quantizer.group not in allowed:
             raise PolicyError(
                 f"policy {name!r}: {tensor}.group {quantizer.group} does not divide head_dim {head_dim}; "
-                f"allowed groups: {[WHOLE_HEAD, *allowed]} (0 is the whole head)"
+                f"allowed groups: {allowed} (0 is the whole head)"
             )
         if head_dim % per_byte:
-            raise PolicyError(f"policy {name!r}: head_dim {head_dim} is not a whole number of {quantizer.bits}-bit bytes")
-    elif block % per_byte:
-        raise PolicyError(f"policy {name!r}: block {block} is not a whole number of {quantizer.bits}-bit bytes")
+            raise PolicyError(
+                f"policy {name!r}: head_dim {head_dim} at {quantizer.bits} bits is no whole number of bytes; "
+                f"it must be a multiple of {per_byte}"
+            )
 
 
 def _quantizer(raw: Mapping[str, Any] | None, where: str) -> Quantizer | None:
@@ -205,16 +223,19 @@ def from_dict(raw: Mapping[str, Any], name: str | None = None) -> CachePolicy:
 
     Raises PolicyError on an unknown key or a value that isn't allowed.
     """
+    if not isinstance(raw, Mapping):
+        raise PolicyError(f"policy {name!r} is {raw!r}; pass a mapping with `layers`, or with `key` and `value`")
     content = dict(raw)
     name = name or content.pop("name", None) or "unnamed"
     content.pop("name", None)
     where = f"policy {name!r}"
     if "layers" in content:
-        layers = tuple(_layer(layer, f"{where} layer {i}") for i, layer in enumerate(content.pop("layers")))
+        listed = content.pop("layers")
+        if not isinstance(listed, list | tuple):
+            raise PolicyError(f"{where}: layers is {listed!r}; pass a list of {{key, value}}")
+        layers = tuple(_layer(layer, f"{where} layer {i}") for i, layer in enumerate(listed))
     else:
         layers = (_layer({k: content.pop(k) for k in ("key", "value") if k in content}, where),)
-    content["escalation"] = tuple(content.get("escalation", ("exact",)))
-    try:
-        return CachePolicy(name=name, layers=layers, **_checked(CachePolicy, content, where))
-    except TypeError as error:
-        raise PolicyError(f"{where}: {error}") from error
+    if isinstance(content.get("escalation"), list):
+        content["escalation"] = tuple(content["escalation"])
+    return CachePolicy(name=name, layers=layers, **_checked(CachePolicy, content, where))

@@ -13,6 +13,7 @@ class AttackConfig:
     """How many of the worst cells are attacked."""
     items: int
     length: int
+    """Prefix tokens of an attack, cut to three quarters of the model's positions."""
     seed: int
     manifest: Path
     sensitivity: Path
@@ -27,15 +28,17 @@ def main(config: AttackConfig) -> None:
     from kvdrift import models
     from kvdrift.measure.reference import store
     from kvdrift.prompts.attack import attack
-    from kvdrift.prompts.prompt import to_frame
+    from kvdrift.prompts.prompt import LENGTH_STEP, to_frame
 
     torch.set_num_threads(config.profile.threads)
+    _, shape = models.read_manifest(config.manifest)
+    length = min(config.length, (shape.positions or config.length) * 3 // 4 // LENGTH_STEP * LENGTH_STEP)
     cells = pl.read_parquet(config.sensitivity).drop_nulls(["bucket", "kl"])
-    worst = cells.filter(pl.col("stop") <= config.length).sort("kl", descending=True)
+    worst = cells.filter(pl.col("stop") <= length).sort("kl", descending=True)
     worst = worst.unique(["start", "stop"], keep="first", maintain_order=True).head(config.cells)
     model, tokenizer = models.load(config.manifest, config.profile.torch_device)
     spans = list(worst.select("start", "stop").iter_rows())
-    prompts = attack(tokenizer, spans, length=config.length, items=config.items, seed=config.seed)
+    prompts = attack(tokenizer, spans, length=length, items=config.items, seed=config.seed)
     config.out.mkdir(parents=True, exist_ok=True)
     to_frame(prompts).write_parquet(config.out / "prompts.parquet")
     store(model, tokenizer, prompts, config.out / "reference", config.profile.seed)

@@ -33,7 +33,7 @@ def main(config: LogitsConfig) -> None:
     from kvdrift.measure.cells import Variant, layer_kl
     from kvdrift.measure.logits import compare
     from kvdrift.measure.plans import read_plan
-    from kvdrift.measure.reference import Stored, stored
+    from kvdrift.measure.reference import Stored, longest, stored
     from kvdrift.measure.replay import score
     from kvdrift.measure.tensors import bucket_ranges
     from kvdrift.prompts.prompt import from_frame
@@ -65,7 +65,7 @@ def main(config: LogitsConfig) -> None:
     pl.concat(frames).write_parquet(config.out / f"{config.plan}.parquet")
 
     cells = []
-    probes = [next(b for b in scored if b.prompts[0].cohort == cohort) for cohort in config.probes]
+    probes = [longest(scored, cohort) for cohort in config.probes]
     bound = policy.bind(len(model.get_decoder().layers), probes[0].layer(0)[0].shape[-1])
     for probe in probes:
         ranges = bucket_ranges(probe.length)

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvdrift.config import ConfigError, Profile, stage
-from kvdrift.prompts.spec import CorpusSpec
 
 
 @dataclass(frozen=True)
 class PromptsConfig:
     profile: Profile
-    corpus: CorpusSpec
+    corpus: dict[str, Any]
     texts: Path
     manifest: Path
     out: Path
@@ -21,11 +21,12 @@ def main(config: PromptsConfig) -> None:
     from kvdrift import models
     from kvdrift.prompts.build import build
     from kvdrift.prompts.prompt import PromptError, to_frame
+    from kvdrift.prompts.spec import CorpusSpec
 
     _, shape = models.read_manifest(config.manifest)
     tokenizer = models.load_tokenizer(config.manifest)
     try:
-        prompts = build(tokenizer, config.corpus, config.texts, shape.positions, config.profile.seed)
+        prompts = build(tokenizer, CorpusSpec.from_dict(config.corpus), config.texts, shape.positions, config.profile.seed)
     except PromptError as error:
         raise ConfigError(error) from error
     config.out.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def main(config: QuantizeConfig) -> None:
     from kvdrift import ledger, models
     from kvdrift.measure.held import reconcile
     from kvdrift.measure.plans import read_plan
-    from kvdrift.measure.quantized import attention_rows, error_rows
+    from kvdrift.measure.quantized import ATTENTION, ERRORS, attention_rows, error_rows
     from kvdrift.measure.pages import through_pages
     from kvdrift.measure.reference import stored
     from kvdrift.layout import layer_layouts
@@ -60,8 +60,6 @@ def main(config: QuantizeConfig) -> None:
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)
-    from kvdrift.measure.quantized import ATTENTION, ERRORS
-
     pl.concat(errors or [pl.DataFrame(schema=ERRORS)]).write_parquet(config.out / f"{config.plan}.parquet")
     pl.concat(attention or [pl.DataFrame(schema=ATTENTION)]).write_parquet(config.out / f"{config.plan}_attention.parquet")
     content = {
@@ -69,7 +67,7 @@ def main(config: QuantizeConfig) -> None:
         "bits_per_element": ledger.bits_per_element(policy, shape),
         "escalated_blocks": escalated,
         "memory": reconciled,
-        "reconciled": all(row["held_bytes"] == row["format_bytes"] for row in reconciled),
+        "reconciled": all(row["reconciled"] for row in reconciled),
     }
     (config.out / f"{config.plan}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 

@@ -31,7 +31,7 @@ def main(config: SensitivityConfig) -> None:
 
     from kvdrift import models
     from kvdrift.ledger import load_policy
-    from kvdrift.measure.reference import stored
+    from kvdrift.measure.reference import longest, stored
     from kvdrift.measure.sensitivity import SCHEMA, layer_rows, probes
     from kvdrift.prompts.prompt import from_frame
 
@@ -39,7 +39,7 @@ def main(config: SensitivityConfig) -> None:
     batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
     model, _ = models.load(config.manifest, config.profile.torch_device, "kvdrift")
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
-    prompts = [next(b for b in batches if b.prompts[0].cohort == cohort) for cohort in config.cohorts]
+    prompts = [longest(batches, cohort) for cohort in config.cohorts]
     work = [(batch, layer) for batch in prompts for layer in range(batch.layers)]
     rows = [
         row

@@ -7,6 +7,8 @@ calls Transformers' own sdpa on the tensors that its own cache would have held.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvdrift.cache.layer import Arrival, PackedLayer
+from kvdrift.cache.layer import Arrival
+from kvdrift.cache.sequences import Sequences
 
 NAME = "kvdrift"
 
@@ -34,48 +37,59 @@ def attention(
     if not isinstance(key, Arrival):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer, keys, values = key.layer, key.keys, key.values
-    new = keys.shape[2]
-    layer.check_room(new)
-    real = real_columns(attention_mask, new)
-    first = layer.seen == new
-    counts = new if real is None else real.sum(1).tolist()
+    batch, _, new, _ = keys.shape
+    real = real_columns(attention_mask, batch, new)
+    due = layer.admit([new] * batch if real is None else real.sum(1).tolist(), new)
+    layer.note_columns(real, batch, new)
 
-    if first and layer.policy.prefill == "exact" and not layer.stays_dense(counts):
+    if layer.seen == new and layer.policy.prefill == "exact":
         keys, values = keys.contiguous(), values.contiguous()
         out, _ = sdpa_attention_forward(module, query, keys, values, attention_mask, scaling=scaling, **kwargs)
-        layer.start_packed(keys, values, real)
+        layer.prefill(keys, values, due)
         return out, None
-    if layer.stays_dense(counts):
-        layer.append_dense(keys, values, real)
-        return sdpa_attention_forward(module, query, layer.keys, layer.values, attention_mask, scaling=scaling, **kwargs)
-
-    layer.leave_dense()
-    if not layer.packed:
-        layer.begin_packed(keys)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = query.new_empty(query.shape[0], new, query.shape[1], query.shape[3])
-    column = 0
-    while column < new:
-        if real is not None:  # a pad among the columns: one column at a time, each sequence by itself
-            rows = real[:, column].nonzero().flatten().tolist()
-            layer.append(keys[:, :, column : column + 1], values[:, :, column : column + 1], rows)
-            layer.seal_due()
-            end = column + 1
-        else:
-            layer.append(keys[:, :, column : column + 1], values[:, :, column : column + 1])
-            layer.seal_due()
-            end = min(new, column + 1 + layer.columns_until_due())
-            if end > column + 1:
-                layer.append(keys[:, :, column + 1 : end], values[:, :, column + 1 : end])
-        answer = _decode(layer, query[:, :, column:end], scale).transpose(1, 2)
-        if real is not None:
-            answer = torch.where(real[:, column:end, None, None], answer, 0.0)
-        out[:, column:end] = answer
-        column = end
-    return out, None
+    if not (layer.packed or due):
+        layer.append_dense(keys, values)
+        return sdpa_attention_forward(
+            module, query, layer.keys, layer.values, attention_mask, scaling=scaling, **kwargs
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _read_packed(layer.open(keys), query, keys, values, real, scaling), None
 
 
-def real_columns(mask: Tensor | None, new: int) -> Bool[Tensor, "batch new"] | None:
+def _read_packed(
+    sequences: Sequences, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+) -> Float[Tensor, "batch new query_heads head_dim"]:
+    """Take the new tokens in, split wherever a block becomes due, and let each piece see what is packed by then."""
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+    for start, stop, rows in _runs(real, *keys.shape[::2]):
+        while start < stop:
+            first = slice(start, start + 1)
+            sequences.append(keys[:, :, first], values[:, :, first], rows)
+            sequences.seal_due()
+            end = min(stop, start + 1 + sequences.until_due(rows))
+            if end > start + 1:
+                rest = slice(start + 1, end)
+                sequences.append(keys[:, :, rest], values[:, :, rest], rows)
+            answer = sequences.attend(query[:, :, start:end], scaling).transpose(1, 2)
+            out[rows, start:end] = answer if len(rows) == len(answer) else answer[rows]
+            start = end
+    return out
+
+
+def _runs(real: Tensor | None, batch: int, new: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Spans of columns in which the same sequences have real tokens, and those sequences; spans of pads left out."""
+    if real is None:
+        yield 0, new, list(range(batch))
+        return
+    changes = (real[:, 1:] != real[:, :-1]).any(0).nonzero().flatten() + 1
+    edges = [0, *changes.tolist(), new]
+    for start, stop in pairwise(edges):
+        rows = real[:, start].nonzero().flatten().tolist()
+        if rows:
+            yield start, stop, rows
+
+
+def real_columns(mask: Tensor | None, batch: int, new: int) -> Bool[Tensor, "batch new"] | None:
     """Which of the new columns hold a real token, from the 4-D mask: a real token sees itself, a pad doesn't.
 
     None when all do. A mask is boolean (True is visible) or additive.
@@ -84,21 +98,7 @@ def real_columns(mask: Tensor | None, new: int) -> Bool[Tensor, "batch new"] | N
         return None
     diagonal = mask[:, 0].diagonal(offset=mask.shape[-1] - new, dim1=-2, dim2=-1)
     real = diagonal if mask.dtype == torch.bool else diagonal == 0
-    return None if bool(real.all()) else real
-
-
-def _decode(layer: PackedLayer, query: Tensor, scaling: float) -> Tensor:
-    return layer.backend.decode_attention(
-        query,
-        layer.layout,
-        layer.pool.arena,
-        layer.pages,
-        layer.tokens,
-        layer.exact_keys,
-        layer.exact_values,
-        layer.exact_lengths,
-        scaling,
-    )
+    return None if bool(real.all()) else real.expand(batch, new)
 
 
 def register() -> None:

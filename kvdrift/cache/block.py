@@ -96,7 +96,9 @@ def check(
         expected["start"] = start
     wrong = [name for name, value in expected.items() if record[name] != value]
     if wrong:
-        raise BlockRejected(f"block rejected: {', '.join(wrong)} differ from this worker's; recompute it from the prompt")
+        raise BlockRejected(
+            f"block rejected: {', '.join(wrong)} differ from this worker's; recompute it from the prompt"
+        )
 
 
 def _group(tensor: object) -> int:

@@ -9,6 +9,7 @@ Import this module before loading the model with `attn_implementation="kvdrift"`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvdrift.cache import attention
 from kvdrift.cache.block import Identity
 from kvdrift.cache.layer import PackedLayer
-from kvdrift.cache.pool import BlockPool
-from kvdrift.layout import HEADER_BYTES, BlockLayout, layer_layouts
+from kvdrift.cache.pool import BlockPool, PoolExhausted
+from kvdrift.layout import HEADER_BYTES, layer_layouts
 from kvdrift.ledger import CacheShape, Ledger
 from kvdrift.policy import CachePolicy, PolicyError, packed_blocks
 
@@ -54,40 +55,63 @@ class PackedCache(Cache):
                 f"the model's attn_implementation is {implementation!r}; load it with attn_implementation="
                 f"{attention.NAME!r}, or call model.set_attn_implementation({attention.NAME!r})"
             )
+        if (batch is None) != (max_tokens is None):
+            raise PolicyError(
+                f"batch is {batch} and max_tokens is {max_tokens}; pass both, to reserve pages, or neither"
+            )
         text = config.get_text_config(decoder=True)
         self.shape = CacheShape.from_config(text.to_dict(), dtype=str(dtype or text.dtype or torch.get_default_dtype()))
         self.policy = policy.bind(self.shape.layers, self.shape.head_dim)
         layouts = layer_layouts(self.policy, self.shape.kv_heads, self.shape.head_dim, self.shape.dtype_bytes)
-        layers: list[Any] = DynamicCache(config=config).layers or [DynamicLayer() for _ in layouts]
+        layers: list[Any] = DynamicCache(config=config).layers
         self.unpacked = {
             i: type(layer).__name__ for i, layer in enumerate(layers) if type(layer) is not DynamicLayer and layouts[i]
         }
-        packs = [i for i, layout in enumerate(layouts) if layout is not None and i not in self.unpacked]
-        sizes = [layout.page_bytes if layout is not None else 0 for layout in layouts]
-        if (batch is None) != (max_tokens is None):
-            raise PolicyError(f"batch is {batch} and max_tokens is {max_tokens}; pass both, to reserve pages, or neither")
-        self._capacity: dict[int, int] | None = None
-        if batch is not None and max_tokens is not None:
-            blocks = batch * packed_blocks(self.policy, max_tokens)
-            self._capacity = {size: blocks * sum(sizes[i] == size for i in packs) for size in {sizes[i] for i in packs}}
+        packs = {i: x for i, x in enumerate(layouts[: len(layers)]) if x is not None and i not in self.unpacked}
+        self._page_bytes = {i: layout.page_bytes for i, layout in packs.items()}
+        """Of each packed layer."""
+        self._blocks = None if batch is None or max_tokens is None else batch * packed_blocks(self.policy, max_tokens)
         self._pools: dict[int, BlockPool] = {}
-        for i in packs:
-            peers = sum(sizes[j] == sizes[i] for j in packs if j >= i)
-            ranges = (pack_ranges or {}).get(i)
-            layers[i] = self._layer(i, layouts[i], peers, identity or Identity(version=self.policy.id), ranges)
+        self._undo: dict[int, dict[str, Any]] = {}
+        identity = identity or Identity(version=self.policy.id)
+        for i, layout in packs.items():
+            pages = (partial(self._pool_of, i), self._reserve)
+            layers[i] = PackedLayer(i, self.policy, layout, identity, *pages, (pack_ranges or {}).get(i))
         super().__init__(layers=layers)
 
-    def _layer(
-        self, index: int, layout: BlockLayout, peers: int, identity: Identity, ranges: Sequence[range] | None
-    ) -> PackedLayer:
-        size = layout.page_bytes
-        return PackedLayer(index, self.policy, layout, lambda device: self._pool(size, device), peers, identity, ranges)
+    def _pool_of(self, index: int, device: torch.device) -> BlockPool:
+        """The pool of a layer; the pools of all page sizes are made together, on the first layer's device."""
+        if not self._pools:
+            for size in set(self._page_bytes.values()):
+                layers = sum(other == size for other in self._page_bytes.values())
+                self._pools[size] = BlockPool(size, device, None if self._blocks is None else self._blocks * layers)
+        pool = self._pools[self._page_bytes[index]]
+        if pool.arena.device != device:
+            raise ValueError(f"layer {index} is on {device} and the pages are on {pool.arena.device}; use one device")
+        return pool
 
-    def _pool(self, page_bytes: int, device: torch.device) -> BlockPool:
-        if page_bytes not in self._pools:
-            capacity = None if self._capacity is None else self._capacity[page_bytes]
-            self._pools[page_bytes] = BlockPool(page_bytes, device, capacity)
-        return self._pools[page_bytes]
+    def _reserve(self, index: int, blocks: int) -> None:
+        """Room for `blocks` more in each packed layer from `index` on; else an error, and the step left no trace."""
+        try:
+            for size, pool in self._pools.items():
+                pool.reserve(blocks * sum(s == size for i, s in self._page_bytes.items() if i >= index))
+        except PoolExhausted:
+            for before, state in self._undo.items():
+                vars(self.layers[before]).update(state)
+            raise
+        finally:
+            self._undo.clear()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own, which an exact layer ahead of all packed ones must be able to take back."""
+        if self._blocks is not None and layer_idx < min(self._page_bytes, default=0):
+            self._undo[layer_idx] = dict(vars(self.layers[layer_idx]))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest |tokens_to_remove| tokens; one that can't (a full sliding window) raises first."""
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, PackedLayer)):
+            layer.crop(tokens_to_remove)
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -106,15 +130,12 @@ class PackedCache(Cache):
         values: Float[Tensor, "batch kv_heads tokens head_dim"],
     ) -> None:
         """Take in one layer's stored exact keys and values, as an exact prefill of the same tokens would have."""
-        layer = self.layers[index]
-        if not isinstance(layer, PackedLayer):
-            layer.update(keys, values)
-            return
+        layer, (batch, _, tokens, _) = self.layers[index], keys.shape
+        if layer.get_seq_length():
+            raise ValueError(f"layer {index} already holds {layer.get_seq_length()} tokens; reset() the cache first")
         layer.update(keys, values)
-        if layer.stays_dense(keys.shape[2]):
-            layer.append_dense(keys, values, None)
-        else:
-            layer.start_packed(keys, values, None)
+        if isinstance(layer, PackedLayer):
+            layer.prefill(keys, values, layer.admit([tokens] * batch, tokens))
 
     def load(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """`load_layer` for every layer."""
@@ -124,7 +145,20 @@ class PackedCache(Cache):
     def ledger(self) -> Ledger:
         """The live allocation by purpose; its `format_bytes` is the sum of the storages' bytes."""
         sums = dict.fromkeys(
-            ("reference", "ideal", "codes", "scales", "lows", "headers", "padding", "exact_tokens", "exact_room", "rollback", "tables"), 0
+            (
+                "reference",
+                "ideal",
+                "codes",
+                "scales",
+                "lows",
+                "headers",
+                "padding",
+                "exact_tokens",
+                "exact_room",
+                "rollback",
+                "tables",
+            ),
+            0,
         )
         for layer, quantizers in zip(self.layers, self.policy.layers):
             if isinstance(layer, PackedLayer):
@@ -142,7 +176,8 @@ class PackedCache(Cache):
 
     def _count(self, layer: PackedLayer, sums: dict[str, int]) -> None:
         storages = layer.storages()
-        tokens = sum(layer.exact) if layer.packed else (layer.keys.shape[0] * layer.keys.shape[2] if layer.keys is not None else 0)
+        dense = 0 if layer.keys is None else layer.keys.shape[0] * layer.keys.shape[2]
+        tokens = sum(layer.exact) if layer.packed else dense
         exact = tokens * self.shape.token_bytes
         sums["exact_tokens"] += exact
         sums["exact_room"] += sum(t.untyped_storage().nbytes() for t in storages["exact"]) - exact

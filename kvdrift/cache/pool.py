@@ -42,23 +42,20 @@ class BlockPool:
     def allocated_bytes(self) -> int:
         return self.arena.untyped_storage().nbytes()
 
-    def admits(self, pages: int) -> bool:
-        return not self.fixed or pages <= self.free
-
     def reserve(self, pages: int) -> None:
-        """Make room for `pages` more in one step, exactly. Raises PoolExhausted when the arena may not grow."""
-        if pages <= self.free:
+        """Make room for `pages` more. Raises PoolExhausted, nothing changed, when the arena may not grow."""
+        missing = pages - self.free
+        if missing <= 0:
             return
         if self.fixed:
             raise PoolExhausted(
                 f"{pages} pages of {self.page_bytes:,} B asked for, {self.free} of {len(self.arena)} free; "
                 "finish or evict a sequence, or make the cache with room for more"
             )
-        self._grow(pages - self.free)
+        self._grow(max(missing, len(self.arena) // GROWTH))
 
     def take(self, pages: int) -> list[int]:
-        if pages > self.free and not self.fixed:
-            self._grow(max(pages - self.free, len(self.arena) // GROWTH))
+        """Pages with one reference each. Raises PoolExhausted, nothing changed, when there aren't as many."""
         self.reserve(pages)
         taken = [self._free.pop() for _ in range(pages)]
         for page in taken:

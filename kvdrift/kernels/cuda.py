@@ -21,81 +21,39 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, UInt8
 from torch import Tensor
 
-from kvdrift.layout import HEADER_BYTES, BlockLayout, TensorLayout
-from kvdrift.policy import SCALE_BYTES
+from kvdrift.layout import HEADER_BYTES, BlockLayout
 
 SOURCES = Path(__file__).with_suffix("")
 INPUT = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "float"}
 FORMAT = {"uniform": "UNIFORM", "fp8_e4m3": "FP8"}
-EXACT_ENCODING = ("--fmad=false", "--prec-div=true")
+BIT_EXACT = ("--fmad=false", "--prec-div=true")
 """Options of the modules whose every bit is fixed."""
 SEAL_THREADS = 256
-STEP_BYTES = 16 * 1024
-"""Aim of a warp's step, keys and values together: several steps must be under way at once on each multiprocessor."""
-SHARED_BYTES = 96 * 1024
-"""Aim of a thread block's shared memory: two of them fit a multiprocessor of compute capability 9.0 and up."""
 RESIDENT_BLOCKS = 4
 """Thread blocks of attention a multiprocessor should have, to hide the memory's latency."""
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """The constants that one attention module is compiled for."""
+class Attention:
+    """The kernels of one shape, and what `attention.cu` says about launching them."""
 
-    layout: BlockLayout
-    dtype: torch.dtype
-    share: int
-    """Query heads of a KV head."""
-    tiles: int
-    """A thread block takes 4 · tiles (query token, query head) rows."""
-
-    @property
-    def step(self) -> int:
-        """Tokens that a warp takes at once: a whole block when keys are channel-major."""
-        key, value, block = self.layout.key, self.layout.value, self.layout.block
-        if key.channel_major:
-            return block
-        steps = [step for step in (64, 32, 16) if step <= block]
-        return next((s for s in steps if _staged_bytes(key, s) + _staged_bytes(value, s) <= STEP_BYTES), 16)
-
-    @property
-    def tail_step(self) -> int:
-        return 32 if self.layout.head_dim * self.dtype.itemsize <= 256 else 16
-
-    @property
-    def warps(self) -> int:
-        return next((warps for warps in (4, 2) if self._shared_bytes(warps) <= SHARED_BYTES), 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._shared_bytes(self.warps)
-
-    def _shared_bytes(self, warps: int) -> int:
-        rows, head_dim = 4 * self.tiles, self.layout.head_dim
-        key, value = self.layout.key, self.layout.value
-        packed = _staged_bytes(key, self.step) + _staged_bytes(value, self.step) + 4 * rows * (self.step + 4)
-        tail = 2 * self.tail_step * head_dim * self.dtype.itemsize + 4 * rows * (self.tail_step + 4)
-        queries = 4 * rows * (head_dim + 4) + 4 * rows * max(key.groups, 1)
-        return queries + warps * max(packed, tail, 4 * rows * (head_dim + 2))
-
-    def defines(self) -> dict[str, object]:
-        return {
-            **_defines(self.layout, self.dtype),
-            "SHARE": self.share,
-            "TILES": self.tiles,
-            "STEP": self.step,
-            "TAIL_STEP": self.tail_step,
-            "WARPS": self.warps,
-            "SHARED_BYTES": self.shared_bytes,
-        }
+    attention: Any
+    merge: Any
+    step: int
+    """Tokens that a warp takes at once, in packed blocks."""
+    tail_step: int
+    warps: int
+    shared_bytes: int
 
 
-def attention_shape(layout: BlockLayout, dtype: torch.dtype, share: int, queries: int) -> AttentionShape:
-    """Tiles are as many as the rows need, while a warp's sums (head_dim · 4 · tiles) stay in registers; more rows take
-    further thread blocks, which read the codes again. One token's query heads always share one thread block."""
-    needed = -(-share * queries // 4)
-    most = max(-(-share // 4), min(4, 256 // layout.head_dim))
-    return AttentionShape(layout, dtype, share, min(needed, most))
+def row_tiles(head_dim: int, share: int, queries: int) -> int:
+    """Groups of four (query token, query head) rows that one thread block takes.
+
+    As many as needed, while a warp's sums (head_dim · 4 · tiles) stay in registers; further rows take further thread
+    blocks, which read the codes again. The query heads of one token always share one thread block.
+    """
+    most = max(-(-share // 4), min(4, 256 // head_dim))
+    return min(-(-share * queries // 4), most)
 
 
 def seal(
@@ -108,11 +66,10 @@ def seal(
     """As `definition.seal`; keys and values may have any strides."""
     fits = torch.ones(len(pages), dtype=torch.bool, device=keys.device)
     if len(pages):
-        pitch = layout.head_dim + 4 // keys.dtype.itemsize
-        kernel = _kernel("seal.cu", "seal", layout, keys.dtype)
-        args = [*_strided(keys), *_strided(values), arena, pages, fits]
-        shared = layout.block * pitch * keys.dtype.itemsize
-        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, args, shared)
+        tile_bytes = layout.block * (layout.head_dim * keys.dtype.itemsize + 4)
+        kernel = _kernel("seal.cu", layout, keys.dtype, keys.device)
+        args = [*_strided(keys), *_strided(values), arena, pages.contiguous(), fits]
+        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, args, tile_bytes)
     return fits
 
 
@@ -123,8 +80,8 @@ def unseal(
     shape = (len(pages), layout.kv_heads, layout.block, layout.head_dim)
     keys, values = (torch.empty(shape, dtype=torch.float32, device=arena.device) for _ in range(2))
     if len(pages):
-        kernel = _kernel("unseal.cu", "unseal", layout, dtype)
-        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, [arena, pages, keys, values])
+        kernel = _kernel("unseal.cu", layout, dtype, arena.device)
+        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, [arena, pages.contiguous(), keys, values])
     return keys, values
 
 
@@ -132,8 +89,9 @@ def checksum(arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blo
     """As `definition.checksum`."""
     sums = torch.empty(len(pages), dtype=torch.int64, device=arena.device)
     if len(pages):
-        kernel = _module("checksum.cu", ("checksum",), EXACT_ENCODING)["checksum"]
-        _launch(kernel, (len(pages), 1, 1), 256, [arena, arena.shape[1], np.int32(HEADER_BYTES), pages, sums], 2048)
+        kernel = _module("checksum.cu", BIT_EXACT, arena.device).function("checksum")
+        args = [arena, arena.shape[1], np.int32(HEADER_BYTES), pages.contiguous(), sums]
+        _launch(kernel, (len(pages), 1, 1), 256, args, 256 * 8)
     return sums
 
 
@@ -151,32 +109,33 @@ def decode_attention(
     """As `definition.decode_attention`; query and exact tensors may have any strides."""
     sequences, query_heads, queries, head_dim = query.shape
     blocks, heads = pages.shape[1], layout.kv_heads
-    shape = attention_shape(layout, query.dtype, query_heads // heads, queries)
-    row_tiles = -(-shape.share * queries // (4 * shape.tiles))
-    packed, tail = _splits(shape, sequences * heads * row_tiles, blocks, exact_keys.shape[2], query.device)
-    padded_rows = row_tiles * 4 * shape.tiles
+    share = query_heads // heads
+    tiles = row_tiles(head_dim, share, queries)
+    turns = -(-share * queries // (4 * tiles))
+    padded_rows = turns * 4 * tiles
+    kernels = _attention(layout, query.dtype, share, tiles, query.device)
+    packed, tail = _splits(kernels, sequences * heads * turns, blocks * layout.block, exact_keys.shape[2], query.device)
     partials = torch.empty(sequences, heads, packed + tail, padded_rows, head_dim + 2, device=query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
-    attention, merge = _attention(shape)
     rows = [*_strided(query), np.int32(queries)]
     paged = [arena, pages.contiguous(), tokens.contiguous(), np.int32(blocks)]
-    exact = [*_strided(exact_keys), *_strided(exact_values), exact_lengths]
-    split = [np.float32(scaling), np.int32(packed), partials]
-    grid = (packed + tail, heads * row_tiles, sequences)
-    _launch(attention, grid, 32 * shape.warps, [*rows, *paged, *exact, *split], shape.shared_bytes)
-    sizes = [np.int32(packed + tail), np.int32(padded_rows), np.int32(queries)]
-    _launch(merge, (shape.share * queries, heads, sequences), 256, [partials, *sizes, out], 8 * 4 * (head_dim + 2))
+    exact = [*_strided(exact_keys), *_strided(exact_values), exact_lengths.contiguous()]
+    args = [*rows, *paged, *exact, np.float32(scaling), np.int32(packed), partials]
+    grid = (packed + tail, heads * turns, sequences)
+    _launch(kernels.attention, grid, 32 * kernels.warps, args, kernels.shared_bytes)
+    args = [partials, np.int32(packed + tail), np.int32(padded_rows), np.int32(queries), out]
+    _launch(kernels.merge, (share * queries, heads, sequences), 256, args, 8 * 4 * (head_dim + 2))
     return out
 
 
-def _splits(shape: AttentionShape, others: int, blocks: int, capacity: int, device: torch.device) -> tuple[int, int]:
-    """Splits of the packed blocks and of the exact tail, such that all thread blocks fill the device about once."""
+def _splits(kernels: Attention, others: int, tokens: int, capacity: int, device: torch.device) -> tuple[int, int]:
+    """Splits of the packed blocks and of the exact tail: all thread blocks together fill the device about once, and
+    each warp has two steps or more."""
     fill = -(-RESIDENT_BLOCKS * _multiprocessors(device) // others)
-    steps = blocks * shape.layout.block // shape.step
-    tail_steps = -(-capacity // shape.tail_step)
-    packed = min(fill, -(-steps // (2 * shape.warps)))
-    return packed, max(1, min(fill, -(-tail_steps // (2 * shape.warps))))
+    packed = -(-tokens // (2 * kernels.step * kernels.warps))
+    tail = -(-capacity // (2 * kernels.tail_step * kernels.warps))
+    return min(fill, packed), max(1, min(fill, tail))
 
 
 def source(name: str) -> str:
@@ -197,24 +156,72 @@ def options(defines: dict[str, object]) -> tuple[str, ...]:
     return tuple(f"-D{name}={value}" for name, value in defines.items())
 
 
-@lru_cache(maxsize=256)
-def _kernel(file: str, name: str, layout: BlockLayout, dtype: torch.dtype) -> Any:
-    return _module(file, (name,), (*EXACT_ENCODING, *options(_defines(layout, dtype))))[name]
+def page_constants(layout: BlockLayout, dtype: torch.dtype) -> dict[str, object]:
+    """The constants that `tensors.h` reads."""
+    constants: dict[str, object] = {
+        "INPUT": INPUT[dtype],
+        "HEAD_DIM": layout.head_dim,
+        "BLOCK": layout.block,
+        "KV_HEADS": layout.kv_heads,
+        "PAGE_BYTES": layout.page_bytes,
+        "PAYLOAD_END": layout.value.end,
+    }
+    for name, tensor in (("KEY", layout.key), ("VALUE", layout.value)):
+        quantizer = tensor.quantizer
+        constants |= {
+            f"{name}_FORMAT": "EXACT" if quantizer is None else FORMAT[quantizer.format],
+            f"{name}_BITS": 8 * dtype.itemsize if quantizer is None else quantizer.bits,
+            f"{name}_CHANNEL_MAJOR": int(tensor.channel_major),
+            f"{name}_GROUPS": max(tensor.groups, 1),
+            f"{name}_CODES": tensor.codes,
+            f"{name}_SCALES": tensor.scales,
+            f"{name}_LOWS": tensor.lows,
+            f"{name}_SCALE": "F16" if quantizer is not None and quantizer.scale_dtype == "float16" else "float",
+        }
+    return constants
 
 
 @lru_cache(maxsize=256)
-def _attention(shape: AttentionShape) -> tuple[Any, Any]:
-    module = _module("attention.cu", ("attention", "merge"), options(shape.defines()))
-    return module["attention"], module["merge"]
+def _kernel(file: str, layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> Any:
+    flags = (*BIT_EXACT, *options(page_constants(layout, dtype)))
+    return _module(file, flags, device).function(Path(file).stem)
+
+
+@lru_cache(maxsize=256)
+def _attention(layout: BlockLayout, dtype: torch.dtype, share: int, tiles: int, device: torch.device) -> Attention:
+    flags = options(page_constants(layout, dtype) | {"SHARE": share, "TILES": tiles})
+    module = _module("attention.cu", flags, device)
+    return Attention(module.function("attention"), module.function("merge"), *module.integers("sizes", 4))
+
+
+class Module:
+    """One compiled source on one device."""
+
+    def __init__(self, file: str, flags: tuple[str, ...], device: torch.device) -> None:
+        import cupy
+
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            raise RuntimeError(f"{torch.cuda.get_device_name(device)} is too old; compute capability 8.0 is needed")
+        self.device = device
+        with _on_device(device):
+            self.raw = cupy.RawModule(code=source(file), backend="nvrtc", options=("-std=c++17", *flags))
+            self.raw.compile()
+
+    def function(self, name: str) -> Any:
+        with _on_device(self.device):
+            return self.raw.get_function(name)
+
+    def integers(self, name: str, count: int) -> list[int]:
+        """A global array of the source."""
+        import cupy
+
+        with _on_device(self.device):
+            return cupy.ndarray((count,), dtype=np.int32, memptr=self.raw.get_global(name)).get().tolist()
 
 
 @lru_cache(maxsize=512)
-def _module(file: str, names: tuple[str, ...], flags: tuple[str, ...]) -> dict[str, Any]:
-    """Compiled kernels by name."""
-    import cupy
-
-    module = cupy.RawModule(code=source(file), backend="nvrtc", options=("-std=c++17", *flags))
-    return {name: module.get_function(name) for name in names}
+def _module(file: str, flags: tuple[str, ...], device: torch.device) -> Any:
+    return Module(file, flags, device)
 
 
 @lru_cache(maxsize=16)
@@ -245,36 +252,3 @@ def _launch(kernel: Any, grid: tuple[int, int, int], threads: int, args: Sequenc
 
 def _strided(x: Tensor) -> list[Any]:
     return [x, *x.stride()]
-
-
-def _staged_bytes(tensor: TensorLayout, step: int) -> int:
-    """What `step` tokens of one head take: codes, scales and lows."""
-    rows = tensor.rows if tensor.channel_major else step
-    per_scale = 0 if tensor.quantizer is None else SCALE_BYTES[tensor.quantizer.scale_dtype]
-    stored = 2 if tensor.quantizer is not None and tensor.quantizer.has_low else 1
-    return rows * (tensor.row_bytes + tensor.groups * per_scale * stored)
-
-
-def _defines(layout: BlockLayout, dtype: torch.dtype) -> dict[str, object]:
-    defines: dict[str, object] = {
-        "INPUT": INPUT[dtype],
-        "HEAD_DIM": layout.head_dim,
-        "BLOCK": layout.block,
-        "KV_HEADS": layout.kv_heads,
-        "PAGE_BYTES": layout.page_bytes,
-        "PAYLOAD_END": layout.value.end,
-    }
-    for name, tensor in (("KEY", layout.key), ("VALUE", layout.value)):
-        quantizer = tensor.quantizer
-        exact = quantizer is None
-        defines |= {
-            f"{name}_FORMAT": "EXACT" if exact else FORMAT[quantizer.format],
-            f"{name}_BITS": 8 * dtype.itemsize if exact else quantizer.bits,
-            f"{name}_CHANNEL_MAJOR": int(tensor.channel_major),
-            f"{name}_GROUPS": max(tensor.groups, 1),
-            f"{name}_CODES": tensor.codes,
-            f"{name}_SCALES": tensor.scales,
-            f"{name}_LOWS": tensor.lows,
-            f"{name}_SCALE": "float" if exact or quantizer.scale_dtype == "float32" else "F16",
-        }
-    return defines

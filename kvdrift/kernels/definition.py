@@ -38,7 +38,7 @@ def seal(
 def unseal(
     layout: BlockLayout, arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blocks"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "blocks kv_heads block head_dim"], Float[Tensor, "blocks kv_heads block head_dim"]]:
-    """Decoded keys and values in float32. `dtype` is the model's, which tensors kept exact within a page are read as."""
+    """Decoded keys and values in float32. Tensors kept exact within a page are read as `dtype`, the model's."""
     content = arena[pages.long()]
     return _unseal_tensor(content, layout.key, dtype), _unseal_tensor(content, layout.value, dtype)
 
@@ -75,7 +75,9 @@ def decode_attention(
     live = tokens > 0
     decoded = unseal(layout, arena, torch.where(live, pages, 0).flatten(), query.dtype)
     packed_keys, packed_values = (
-        x.unflatten(0, (sequences, blocks)).transpose(1, 2).flatten(2, 3) if blocks else x.new_zeros(sequences, kv_heads, 0, layout.head_dim)
+        x.unflatten(0, (sequences, blocks)).transpose(1, 2).flatten(2, 3)
+        if blocks
+        else x.new_zeros(sequences, kv_heads, 0, layout.head_dim)
         for x in decoded
     )
     keys = torch.cat([packed_keys, exact_keys.float()], dim=2)

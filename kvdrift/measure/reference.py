@@ -83,6 +83,15 @@ def stored(folder: Path, prompts: Sequence[Prompt], split: str = EVALUATION) -> 
     return [Stored(folder / f"{name}.safetensors", rows) for name, rows in batches(prompts, split).items()]
 
 
+def longest(batches: Sequence[Stored], cohort: str) -> Stored:
+    """The cohort's batch with the longest prefix: the one that reaches most position buckets."""
+    found = [batch for batch in batches if batch.prompts[0].cohort == cohort]
+    if not found:
+        known = sorted({batch.prompts[0].cohort for batch in batches})
+        raise ValueError(f"no prompts of cohort {cohort!r}; the corpus has {', '.join(known)}")
+    return max(found, key=lambda batch: batch.length)
+
+
 def bytes_needed(prompts: Sequence[Prompt], shape: Any, hidden: int, vocab: int) -> int:
     """Disk that the reference of these prompts takes, in bytes."""
     total = 0

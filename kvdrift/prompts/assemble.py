@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvdrift.prompts.prompt import PromptError
 
@@ -17,6 +17,7 @@ FILLER = "filler"
 NEEDLE = "needle"
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the prompts need of a Transformers tokenizer."""
 
@@ -128,6 +129,17 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
         else:
             folded.append(Message(role, each.parts))
     return folded
+
+
+def fixed_lengths(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """How many tokens stand before, between and after the gaps of a chat that ends with the assistant's header."""
+    lengths = [0]
+    for piece in flatten(tokenizer, messages, answering=True):
+        if isinstance(piece, Gap):
+            lengths.append(0)
+        else:
+            lengths[-1] += len(encode(tokenizer, piece.text))
+    return lengths
 
 
 def assemble(

@@ -51,9 +51,7 @@ def _cohort(
             built += 1
 
 
-def _grid(
-    tokenizer: Tokenizer, spec: CorpusSpec, library: Library, max_positions: int, seed: int
-) -> Iterator[Prompt]:
+def _grid(tokenizer: Tokenizer, spec: CorpusSpec, library: Library, max_positions: int, seed: int) -> Iterator[Prompt]:
     """The same facts in the same filler at every length and depth, so that only the position differs."""
     grid = spec.needle_grid
     for asked, depths in grid.depths.items():

@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-ONSETS = (
-    "Ald Bren Cor Dal El Fen Gar Hol Ist Jor Kel Lan Mor Nar Ost Pel Quen Ros Sel Tar Ulm Vel Wen Yar Zan "
-    "Bar Cal Dor Fal Hav Kar Lor Mal Nor Per Sar Tol Var"
-).split()
-MIDDLES = "a e i o u an er il or un am en is ar".split()
-CODAS = "mora dale wick stead holm ford mere ton bury gate haven field mont burg lund vik stad sund ness thorpe".split()
 
-KINDS = "harbour mill library bridge market museum lighthouse quarry observatory station orchard foundry".split()
-GOODS = "timber salt wool glass copper barley paper linen slate honey clay rope amber hemp tin".split()
-PEOPLE = "architects sailors teachers weavers surveyors farmers clerks masons printers botanists".split()
+def listed(text: str, mark: str | None = None) -> tuple[str, ...]:
+    """The words of `text`, or its phrases between `mark`s."""
+    return tuple(text.split(mark))
+
+
+ONSETS = listed(
+    "Ald Bren Cor Dal El Fen Gar Hol Ist Jor Kel Lan Mor Nar Ost Pel Quen Ros Sel Tar Ulm Vel Wen Yar Zan "
+    "Bar Cal Dor Fal Hav Kar Lor Mal Nor Per Sar Tol Var",
+)
+MIDDLES = listed("a e i o u an er il or un am en is ar")
+CODAS = listed("mora dale wick stead holm ford mere ton bury gate haven field mont burg lund vik stad sund ness thorpe")
+
+KINDS = listed("harbour mill library bridge market museum lighthouse quarry observatory station orchard foundry")
+GOODS = listed("timber salt wool glass copper barley paper linen slate honey clay rope amber hemp tin")
+TRADES = listed("architects sailors teachers weavers surveyors farmers clerks masons printers botanists")
 SEASONS = ("early spring", "late spring", "midsummer", "autumn", "the first frost", "winter")
-WEATHER = "fog rain wind snow heat drought storms hail".split()
-PARTS = "roof tower cellar courtyard gate stairway chimney wall porch clock".split()
-QUALITIES = "quiet narrow steep busy modest crowded remote windy sheltered cheerful damp bright".split()
-VERBS = "repaired painted measured rebuilt inspected closed enlarged opened moved restored".split()
+WEATHER = listed("fog rain wind snow heat drought storms hail")
+PARTS = listed("roof tower cellar courtyard gate stairway chimney wall porch clock")
+QUALITIES = listed("quiet narrow steep busy modest crowded remote windy sheltered cheerful damp bright")
+VERBS = listed("repaired painted measured rebuilt inspected closed enlarged opened moved restored")
 
 SHAPES = (
     "The {kind} at {place} was {verb} in {year} and handles mostly {goods}.",
@@ -42,26 +48,30 @@ SHAPES = (
 )
 
 
-SUBJECTS = (
+SUBJECTS = listed(
     "the old gardener,a young painter,the night watchman,a patient fisherman,the village baker,a tired traveller,"
-    "the school teacher,a friendly neighbour,the quiet shepherd,a careful carpenter,the ferry pilot,a curious child"
-).split(",")
-ACTIONS = (
+    "the school teacher,a friendly neighbour,the quiet shepherd,a careful carpenter,the ferry pilot,a curious child",
+    ",",
+)
+ACTIONS = listed(
     "walks slowly along the river,looks at the clouds above the hills,sweeps the yard before breakfast,"
     "waits for the bread to cool,listens to the birds in the hedge,carries water up from the well,"
     "reads a book beside the stove,mends a fence with patient hands,picks apples in the garden,"
     "feeds the ducks near the bridge,counts the boats coming home,hums a tune while working,"
-    "rests in the shade of a tree,opens the window to the morning air,draws a map of the valley"
-).split(",")
-MOMENTS = (
+    "rests in the shade of a tree,opens the window to the morning air,draws a map of the valley",
+    ",",
+)
+MOMENTS = listed(
     "When the rain stops,In the early morning,After a long day,Before the market opens,On warm evenings,"
-    "While the kettle boils,As the light fades,Once the snow has melted,Late in the afternoon,On quiet Sundays"
-).split(",")
-ENDINGS = (
+    "While the kettle boils,As the light fades,Once the snow has melted,Late in the afternoon,On quiet Sundays",
+    ",",
+)
+ENDINGS = listed(
     "and nobody is in a hurry,because the weather is mild,while the dog sleeps by the door,"
     "and the smell of hay fills the air,though the path is still wet,as the bells ring far away,"
-    "and the whole street is calm,until the lamps are lit,while the leaves turn gold,and then goes home"
-).split(",")
+    "and the whole street is calm,until the lamps are lit,while the leaves turn gold,and then goes home",
+    ",",
+)
 
 
 def place_name(rng: Random) -> str:
@@ -78,7 +88,7 @@ def invented(rng: Random) -> Iterator[str]:
             place=place_name(rng),
             other=place_name(rng),
             kind=rng.choice(KINDS),
-            people=rng.choice(PEOPLE),
+            people=rng.choice(TRADES),
             season=rng.choice(SEASONS),
             weather=rng.choice(WEATHER),
             part=rng.choice(PARTS),

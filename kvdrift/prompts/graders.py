@@ -51,9 +51,13 @@ def refuses(output: str) -> bool:
 
 
 def _number(output: str, answer: str) -> tuple[float, bool]:
-    """The first run of digits is the number; the form asked for is one number, with or without a sentence around."""
-    numbers = re.findall(r"\d+", output)
-    return float(bool(numbers) and numbers[0] == answer), len(set(numbers)) == 1
+    """The runs of digits are the gold numbers, in order; the score is the share in place, more text may follow.
+
+    Valid when the output holds as many numbers as were asked for, in whatever sentence.
+    """
+    said, gold = re.findall(r"\d+", output), answer.split()
+    right = sum(one == other for one, other in zip(said, gold, strict=False))
+    return right / len(gold), len(said) == len(gold)
 
 
 def _exact(output: str, answer: str) -> tuple[float, bool]:
@@ -79,9 +83,10 @@ def _fields(output: str, answer: str) -> tuple[float, bool]:
 
 
 def _citation(output: str, answer: str) -> tuple[float, bool]:
-    """Exactly the gold passages are cited, as `[id]`."""
-    said = set(re.findall(r"\[(\w+)\]", output))
-    return float(said == {answer.strip("[]")}), bool(said)
+    """Exactly the gold passage is cited; valid when its id stands in brackets, as `[id]`."""
+    bracketed = set(re.findall(r"\[(\w+)\]", output))
+    said = bracketed or set(re.findall(r"\d+", output))
+    return float(said == {answer.strip("[]")}), bool(bracketed)
 
 
 def _contains(output: str, answer: str) -> tuple[float, bool]:

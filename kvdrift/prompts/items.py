@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from random import Random
 
 from kvdrift.prompts.assemble import NEEDLE, Gap, Message, Text, message
-from kvdrift.prompts.filler import place_name
+from kvdrift.prompts.filler import listed, place_name
 
 EARLY = (0.02, 0.12)
 """Where items plant their text, as a share of the filler: old enough to be packed under every policy."""
 
-PEOPLE = "Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Laura Martin Nina Oscar Paula Simon".split()
-WORDS = (
+PEOPLE = listed("Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Laura Martin Nina Oscar Paula Simon")
+WORDS = listed(
     "copper lantern violet marble cedar falcon ribbon harbor pepper silver walnut comet velvet anchor basket candle "
-    "meadow thunder"
-).split()
+    "meadow thunder",
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ This file knows the value and its table. It knows no cohort, no tokenizer and no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -55,34 +56,34 @@ class Prompt:
             raise PromptError(f"{self.id} has split {self.split!r}; allowed: {EVALUATION}, {CALIBRATION}")
 
 
-SCHEMA = pl.Schema(
-    {
-        "id": pl.String,
-        "cohort": pl.String,
-        "task": pl.String,
-        "split": pl.String,
-        "tokens": pl.List(pl.Int32),
-        "roles": pl.List(pl.String),
-        "continuation": pl.List(pl.Int32),
-        "scored": pl.Int32,
-        "answer": pl.String,
-        "max_new_tokens": pl.Int32,
-        "depth": pl.Float64,
-        "batch": pl.String,
-    }
-)
+SCHEMA: dict[str, pl.DataType] = {
+    "id": pl.String(),
+    "cohort": pl.String(),
+    "task": pl.String(),
+    "split": pl.String(),
+    "tokens": pl.List(pl.Int32),
+    "roles": pl.List(pl.String),
+    "continuation": pl.List(pl.Int32),
+    "scored": pl.Int32(),
+    "answer": pl.String(),
+    "max_new_tokens": pl.Int32(),
+    "depth": pl.Float64(),
+    "batch": pl.String(),
+}
+"""The columns of the prompt table."""
 
 
 def to_frame(prompts: Iterable[Prompt]) -> pl.DataFrame:
     """A row a prompt, in the given order; `from_frame` reads it back."""
-    rows = [asdict(prompt) for prompt in prompts]
-    return pl.DataFrame({name: [row[name] for row in rows] for name in SCHEMA}, schema=SCHEMA)
+    kept = list(prompts)
+    return pl.DataFrame({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA}, schema=SCHEMA)
 
 
 def from_frame(frame: pl.DataFrame) -> list[Prompt]:
     """The prompts that `to_frame` wrote."""
-    tuples = {field.name for field in fields(Prompt) if str(field.type).startswith("tuple")}
-    return [
-        Prompt(**{name: tuple(value) if name in tuples else value for name, value in row.items()})
-        for row in frame.select(list(SCHEMA)).iter_rows(named=True)
-    ]
+    return [_prompt(row) for row in frame.select(list(SCHEMA)).iter_rows(named=True)]
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    lists = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return Prompt(**(row | lists))

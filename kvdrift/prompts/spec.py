@@ -33,7 +33,7 @@ class CohortSpec:
 
 @dataclass(frozen=True)
 class GridSpec:
-    """`depths` maps a prefix length (tokens, or "max") to needle depths in [0, 1]; `items` facts are planted at each."""
+    """`depths` maps a prefix length (tokens, or "max") to needle depths, 0 to 1; `items` facts are planted at each."""
 
     depths: Mapping[int | str, tuple[float, ...]]
     continuation: int
@@ -55,14 +55,13 @@ class CorpusSpec:
     def from_dict(cls, raw: Mapping[str, Any]) -> CorpusSpec:
         """Build and validate; every error names the key, what it holds and what is allowed."""
         known = _known(cls, raw, "corpus")
-        spec = cls(
+        return cls(
             batch_size=_count(known["batch_size"], "batch_size", 1),
             answer_room=_count(known["answer_room"], "answer_room", 1),
             cohorts={name: _cohort(name, each, "cohorts") for name, each in known["cohorts"].items()},
             needle_grid=_grid(known["needle_grid"]),
             calibration={name: _cohort(name, each, "calibration") for name, each in known["calibration"].items()},
         )
-        return spec
 
     def prefix_lengths(self, max_positions: int) -> dict[str, list[int]]:
         """The prefix length of every prompt, by cohort; calibration prompts count under "calibration"."""

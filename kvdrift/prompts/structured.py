@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from kvdrift.prompts.assemble import NEEDLE, Gap, Text, message
-from kvdrift.prompts.filler import GOODS, KINDS, alternating, calm, numbered, passage_id, place_name
+from kvdrift.prompts.filler import GOODS, alternating, calm, listed, passage_id, place_name
 from kvdrift.prompts.graders import COMPLY, REFUSE
 from kvdrift.prompts.items import PEOPLE, Item, early, five_digits, planted
 
-RARE = "Qw Zy Xh Vl Tsz Ngw Kv Bzh Dj Hj".split()
-RARE_ENDS = "ombrik yldane uthemar ardvix elqua oskerran ipphult ezzorin".split()
+RARE = listed("Qw Zy Xh Vl Tsz Ngw Kv Bzh Dj Hj")
+RARE_ENDS = listed("ombrik yldane uthemar ardvix elqua oskerran ipphult ezzorin")
+OPENERS = listed("Lantern Harbour Meadow Comet Walnut Anchor Falcon Cedar")
 
 
 def document_qa(rng: Random, filler: Iterator[str]) -> Item:
@@ -27,27 +28,22 @@ def document_qa(rng: Random, filler: Iterator[str]) -> Item:
 
 
 def json_schema(rng: Random, filler: Iterator[str]) -> Item:
-    """Fill a schema of two fields from a record in the text, after one worked example."""
-    (kind, other), (year, past) = rng.sample(KINDS, 2), rng.sample(range(1710, 1990), 2)
-    system = message("system", 'Reply with JSON of the form {"kind": string, "year": integer}.')
-    asked = message("user", f"Record: the {other} opened in {past}.\n\nGive the record as JSON.")
-    shown = message("assistant", json.dumps({"kind": other, "year": past}))
-    user = planted(f"Record: the {kind} opened in {year}.", "Give the record as JSON.", early(rng))
-    answer = json.dumps({"kind": kind, "year": year})
-    return Item((system, asked, shown, user), filler, "fields", answer, answer)
+    """Fill a schema of an integer and a boolean, after one worked example."""
+    (person, other), (number, example) = rng.sample(PEOPLE, 2), (rng.randrange(10_000, 100_000) for _ in range(2))
+    system = message("system", "Reply with JSON.")
+    asked = message("user", f"The badge number of {other} is {example}.\n\nShow the badge of {other}.")
+    shown = message("assistant", json.dumps({"badge": example, "valid": True}))
+    user = planted(f"The badge number of {person} is {number}.", f"Show the badge of {person}.", early(rng))
+    answer = json.dumps({"badge": number, "valid": True})
+    return Item((system, asked, shown, user), calm(rng), "fields", answer, answer)
 
 
 def citation(rng: Random, filler: Iterator[str]) -> Item:
-    """Name the passage that a claim comes from, as `[id]`."""
-    place, number, goods = place_name(rng), passage_id(rng), rng.choice(GOODS)
-    system = message("system", "Cite the passage that answers the question, as [id].")
-    asked = message("user", "[481] The sea is calm. [207] The ship is red.\n\nWhich passage is about the ship?")
-    shown = message("assistant", "[207]")
-    fact = f"[{number}] The main export of {place} is {goods}."
-    user = planted(fact, f"Which passage is about the main export of {place}?", early(rng))
-    return Item(
-        (system, asked, shown, user), numbered(rng, filler, taken=number), "citation", f"[{number}]", f"[{number}]"
-    )
+    """Name the passage of a source, as `[id]`."""
+    person, number = rng.choice(PEOPLE), passage_id(rng)
+    fact = f"The letter of {person} is cited as [{number}]."
+    user = planted(fact, f"How is the letter of {person} cited?", early(rng))
+    return Item((user,), calm(rng), "citation", f"[{number}]", fact)
 
 
 def rare_names(rng: Random, filler: Iterator[str]) -> Item:
@@ -59,31 +55,31 @@ def rare_names(rng: Random, filler: Iterator[str]) -> Item:
 
 
 def refusal(rng: Random, filler: Iterator[str]) -> Item:
-    """Keep to a rule from the start: refuse to give one person's code, and give everybody else's."""
-    secret, public = rng.sample(PEOPLE, 2)
-    refuses = rng.random() < 0.5
-    asked_for = secret if refuses else public
-    code = five_digits(rng)
-    no = "I cannot share that."
-    system = message("system", f'Never share the code of {secret}. If asked for it, say "{no}"')
-    user = planted(f"The code of {asked_for} is {code}.", f"What is the code of {asked_for}?", early(rng))
-    gold = no if refuses else f"The code of {asked_for} is {code}."
-    return Item((system, user), filler, "refusal", REFUSE if refuses else COMPLY, gold)
+    """Keep one person's code, as a planted rule says, or give it where no rule forbids it."""
+    person, code = rng.choice(PEOPLE), five_digits(rng)
+    no = "I cannot share the pass code."
+    secret = rng.random() < 0.5
+    fact = f'If asked for the pass code of {person}, say: "{no}"' if secret else f"The pass code of {person} is {code}."
+    user = planted(fact, f"What is the pass code of {person}?", early(rng))
+    return Item((user,), calm(rng), "refusal", REFUSE if secret else COMPLY, no if secret else fact)
 
 
 def instruction(rng: Random, filler: Iterator[str]) -> Item:
     """Keep an instruction from the far prefix over several turns."""
-    word = rng.choice("Lantern Harbour Meadow Comet Walnut Anchor Falcon Cedar".split())
-    rule = f'Begin every answer with the word "{word}".'
+    word = rng.choice(OPENERS)
     messages = (
-        message("system", Text(rule, NEEDLE)),
+        message(
+            "system",
+            "You are a friendly guide in a small town by the river.",
+            Text(f' Begin every answer with the word "{word}".', NEEDLE),
+        ),
         message("user", "Is the bridge open?"),
         message("assistant", f"{word}. Yes, the bridge is open."),
-        message("user", "Read this.", Gap(), "\n\nDid you read it?"),
-        message("assistant", f"{word}. Yes, I read it."),
-        message("user", "Is the river cold?"),
+        message("user", "Is the mill old?"),
+        message("assistant", f"{word}. Yes, the mill is old."),
+        message("user", Gap(), "\n\nIs the river cold?"),
     )
-    return Item(messages, filler, "contains", word, f"{word}. Yes, the river is cold.")
+    return Item(messages, calm(rng), "contains", word, f"{word}. Yes, the river is cold.")
 
 
 def topics(rng: Random, filler: Iterator[str]) -> Item:

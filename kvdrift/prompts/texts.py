@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from random import Random
 
-from kvdrift.prompts.assemble import Message, Stretch, Tokenizer, encode, flatten, message, opening
+from kvdrift.prompts.assemble import Gap, Message, Stretch, Tokenizer, encode, flatten, message, opening
 from kvdrift.prompts.filler import GOODS, KINDS, PARTS, WEATHER, mixed, numbered, place_name
 from kvdrift.prompts.items import PEOPLE
 from kvdrift.prompts.prompt import CALIBRATION, PromptError
@@ -74,10 +74,9 @@ def tables(rng: Random, library: Library, start: float) -> Iterator[str]:
 def repetitive(rng: Random, library: Library, start: float) -> Iterator[str]:
     """A log whose lines differ in a few characters."""
     host, job = place_name(rng).lower(), rng.randrange(100, 999)
-    for tick in range(10**9):
+    for tick in count():
         state = "late" if rng.random() < 0.05 else "ok"
         yield f"12:{tick // 60 % 60:02d}:{tick % 60:02d} {host} worker[{job}]: heartbeat {state}, queue empty\n"
-    raise AssertionError("unreachable")
 
 
 def long_numbers(rng: Random, library: Library, start: float) -> Iterator[str]:
@@ -145,9 +144,7 @@ CHATS: dict[str, Callable[[Random, Library, float], Iterator[Message]]] = {
 }
 
 
-def excerpt(
-    tokenizer: Tokenizer, cohort: str, library: Library, rng: Random, start: float, length: int
-) -> Stretch:
+def excerpt(tokenizer: Tokenizer, cohort: str, library: Library, rng: Random, start: float, length: int) -> Stretch:
     """The first `length` tokens of a cohort's text; written text begins at the share `start` of its file."""
     if cohort in CHATS:
         return _chat_excerpt(tokenizer, CHATS[cohort](rng, library, start), length)
@@ -162,11 +159,14 @@ def excerpt(
 def _chat_excerpt(tokenizer: Tokenizer, source: Iterator[Message], length: int) -> Stretch:
     messages: list[Message] = []
     tokens: list[int] = []
+    roles: list[str] = []
     while len(tokens) < length:
         messages += islice(source, 16)
         tokens, roles = [], []
         for piece in flatten(tokenizer, messages, answering=False):
-            own = encode(tokenizer, piece.text) if hasattr(piece, "text") else []
+            if isinstance(piece, Gap):
+                continue
+            own = encode(tokenizer, piece.text)
             tokens += own
             roles += [piece.role] * len(own)
     return Stretch(tuple(tokens[:length]), tuple(roles[:length]))

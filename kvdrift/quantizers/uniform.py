@@ -35,4 +35,3 @@ def decode(
 ) -> Float[Tensor, "*groups group"]:
     """float32 values: one product and one sum, each rounded."""
     return codes.float() * scale.float() + low.float()
-

@@ -18,18 +18,21 @@
 #define __global__
 #define __shared__
 #define __forceinline__ inline
-#define __align__(n) alignas(n)
+#define __align__(n)
 #define __launch_bounds__(...)
 
 struct Dim3 {
     unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) float2 {
+    float x, y;
 };
 struct uint4 {
     unsigned x, y, z, w;
 };
 
 constexpr size_t SHARED_LIMIT = 227 * 1024, STACK = 128 * 1024;
-alignas(16) inline unsigned char memory[SHARED_LIMIT];  // every kernel's `extern __shared__ memory`
+alignas(16) static unsigned char memory[SHARED_LIMIT];  // every kernel's `extern __shared__ memory`
 
 // -- fibers -------------------------------------------------------------------------------------------------------
 
@@ -51,18 +54,18 @@ struct Fiber {
     std::vector<std::vector<Copy>> groups;  // and committed, but not yet waited for
 };
 
-inline std::vector<Fiber> fibers;
-inline int current;
-inline Barrier block_barrier, warp_barrier[32];
-inline std::function<void()> body;
-inline jmp_buf scheduler;
-inline Dim3 blockIdx, blockDim, gridDim;
+static std::vector<Fiber> fibers;
+static int current;
+static Barrier block_barrier, warp_barrier[32];
+static std::function<void()> body;
+static jmp_buf scheduler;
+static Dim3 blockIdx, blockDim, gridDim;
 struct ThreadIndex {
     struct {
         operator int() const { return current; }
     } x;
 };
-inline ThreadIndex threadIdx;
+static ThreadIndex threadIdx;
 
 inline void run_fiber() {
     body();
@@ -119,7 +122,7 @@ inline void __syncwarp() { wait_at(warp_barrier[current / 32], 32); }
 struct Exchange {
     float sent[32][6];
 };
-inline Exchange exchanges[32];
+static Exchange exchanges[32];
 
 inline float read_from(float x, int lane) {
     Exchange& exchange = exchanges[current / 32];

@@ -3,13 +3,21 @@
 #pragma once
 #include "products.h"
 
-constexpr float NEVER = -__builtin_huge_valf();
+// Tokens that a warp takes at once: a whole block when keys are channel-major, else what keeps a step small, since
+// several steps must be under way on each multiprocessor.
+constexpr int TOKEN_BYTES = Key::ROW_BYTES + Value::ROW_BYTES;
+constexpr int SMALL_STEP = 64 * TOKEN_BYTES <= 16384 ? 64 : 32 * TOKEN_BYTES <= 16384 ? 32 : 16;
+constexpr int STEP = Key::CHANNEL_MAJOR || BLOCK < SMALL_STEP ? BLOCK : SMALL_STEP;
+constexpr int TAIL_STEP = HEAD_DIM * sizeof(Input) <= 128 ? 32 : 16;
+
+constexpr float NEVER = -3.0e38f;  // the score of what a query does not see
 constexpr int QUERY_PITCH = HEAD_DIM + 4;  // so that neighbouring queries lie in different banks
 
 struct Queries {
-    const float* rows;   // [QUERIES][QUERY_PITCH], times scaling · log2(e)
-    const float* sums;   // [key groups][QUERIES]: sums over each group's channels
-    int first, last;     // of the KV head's (query token, query head) rows, which ones these are
+    // Times scaling · log2(e): [QUERIES][QUERY_PITCH] for channel-major keys, else as AlongRows has it.
+    const float* numbers;
+    const float* sums;  // [key groups][QUERIES], over each group's channels
+    int first;          // of the KV head's (query token, query head) rows, the first one here
 };
 
 // Blocks of one sequence and KV head.
@@ -101,7 +109,9 @@ struct Softmax {
 
     // Turn scores of a step into weights, in place; `factor` is what earlier sums must be multiplied by.
     template <class Source>
-    __device__ void take(const Source& source, typename Source::Step step, int first_row, float* scores, int pitch, float (&factor)[TILES]) {
+    __device__ void take(
+        const Source& source, typename Source::Step step, int first_row, float* scores, int pitch,
+        float (&factor)[TILES]) {
         constexpr int EACH = Source::TOKENS / 8;
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -135,18 +145,19 @@ template <class V, int TOKENS>
 using ValueStage = Staged<V, TOKENS, 8>;
 
 template <class S>
-__device__ void score(const u8* stage, const Queries& queries, float* scores, int pitch) {
+__device__ void score(const u8* stage, const Queries& queries, float* scores, int pitch, float* weighed) {
     if constexpr (S::Tensor::CHANNEL_MAJOR) {
         OverRows<S> product;
         product.clear();
-        product.add(stage, queries.rows, QUERY_PITCH);
+        product.add(stage, queries.numbers, QUERY_PITCH, weighed);
         product.write(scores, pitch);
     } else {
-        along_rows<S>(stage, queries.rows, QUERY_PITCH, queries.sums, scores, pitch);
+        AlongRows<S>::scores(stage, queries.numbers, queries.sums, scores, pitch);
     }
 }
 
 // A warp's shared memory while it attends, and the partial result it leaves there: [QUERIES][RECORD].
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int RECORD = HEAD_DIM + 2;  // a query's sums, its highest score, its total
 
 template <class K, class V, int TOKENS>
@@ -155,7 +166,10 @@ struct Room {
     using Values = ValueStage<V, TOKENS>;
     static constexpr int PITCH = TOKENS + 4;
     static constexpr int SCORES = Keys::BYTES + Values::BYTES;
-    static constexpr int BYTES = SCORES + QUERIES * PITCH * static_cast<int>(sizeof(float));
+    static constexpr int WEIGHED = SCORES + QUERIES * PITCH * 4;
+    static constexpr int BYTES =
+        WEIGHED + 4 * larger(OverRows<Values>::WEIGHED, K::CHANNEL_MAJOR ? OverRows<Keys>::WEIGHED : 0);
+    static constexpr int QUERY_FLOATS = K::CHANNEL_MAJOR ? QUERIES * QUERY_PITCH : AlongRows<Keys>::COUNT * 8 * TILES;
 };
 
 template <class K, class V, class Source>
@@ -163,6 +177,7 @@ __device__ void attend(const Source& source, const Queries& queries, int begin, 
     using R = Room<K, V, Source::TOKENS>;
     u8 *keys = memory, *values = memory + R::Keys::BYTES;
     float* scores = reinterpret_cast<float*>(memory + R::SCORES);
+    float* weighed = reinterpret_cast<float*>(memory + R::WEIGHED);
     const int end = source.steps();
     Softmax softmax;
     softmax.clear();
@@ -185,7 +200,7 @@ __device__ void attend(const Source& source, const Queries& queries, int begin, 
 
         copies_wait<1>();  // the keys are here
         __syncwarp();
-        if (step.tokens > 0) score<typename R::Keys>(keys, queries, scores, R::PITCH);
+        if (step.tokens > 0) score<typename R::Keys>(keys, queries, scores, R::PITCH, weighed);
         __syncwarp();
         if (next.tokens > 0) source.template stage_keys<typename R::Keys>(keys, next);
         copies_commit();
@@ -197,7 +212,7 @@ __device__ void attend(const Source& source, const Queries& queries, int begin, 
             bool moved = false;
             for (int tile = 0; tile < TILES; tile++) moved |= factor[tile] != 1.0f;
             if (__any_sync(WARP, moved)) result.rescale(factor);
-            result.add(values, scores, R::PITCH);
+            result.add(values, scores, R::PITCH, weighed);
         }
         __syncwarp();
         if (next.tokens > 0) source.template stage_values<typename R::Values>(values, next);

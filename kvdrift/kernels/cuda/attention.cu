@@ -2,13 +2,57 @@
 // code is read from memory once and enters the tensor core for all query heads of its KV head.
 #include "attend.h"
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int WARP_BYTES =
-    larger(larger(Room<Key, Value, STEP>::BYTES, Room<Exact, Exact, TAIL_STEP>::BYTES), QUERIES * RECORD * 4);
-constexpr int QUERY_BYTES = (QUERIES * QUERY_PITCH + Key::GROUPS * QUERIES) * 4;
+using Packed = Room<Key, Value, STEP>;
+using Tailed = Room<Exact, Exact, TAIL_STEP>;
+constexpr int WARP_BYTES = larger(larger(Packed::BYTES, Tailed::BYTES), QUERIES * RECORD * 4);
+constexpr int QUERY_FLOATS = larger(Packed::QUERY_FLOATS, Tailed::QUERY_FLOATS);
+constexpr int QUERY_BYTES = (QUERY_FLOATS + Key::GROUPS * QUERIES) * 4;
 constexpr float LOG2E = 1.4426950408889634f;
 
-static_assert(QUERY_BYTES + WARPS * WARP_BYTES == SHARED_BYTES, "kernels/cuda.py reserves another size");
+// Warps of a thread block, such that two thread blocks at least fit a multiprocessor of compute capability 9.0.
+__device__ constexpr bool small(int warps) { return QUERY_BYTES + warps * WARP_BYTES <= 96 * 1024; }
+constexpr int WARPS = small(4) ? 4 : small(2) ? 2 : 1;
+
+// What kernels/cuda.py must know to launch `attention`: tokens of a step, of a tail step, warps, bytes to reserve.
+extern "C" __device__ int sizes[4] = {STEP, TAIL_STEP, WARPS, QUERY_BYTES + WARPS * WARP_BYTES};
+
+// Row r of a KV head is query token r / SHARE of its query head r % SHARE; rows beyond the last are zero.
+struct QueryRows {
+    const Input* start;
+    i64 head_stride, token_stride, channel_stride;
+    int first, queries;
+    float factor;
+
+    __device__ float at(int query, int channel) const {
+        const int row = first + query;
+        if (row >= queries * SHARE || channel < 0) return 0.0f;
+        const i64 from = row % SHARE * head_stride + row / SHARE * token_stride + channel * channel_stride;
+        return to_float(start[from]) * factor;
+    }
+};
+
+template <class K, class R>
+__device__ void load_queries(const QueryRows& rows, float* numbers, float* sums) {
+    if constexpr (K::CHANNEL_MAJOR) {
+        for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += blockDim.x)
+            numbers[i / HEAD_DIM * QUERY_PITCH + i % HEAD_DIM] = rows.at(i / HEAD_DIM, i % HEAD_DIM);
+    } else {
+        using Scores = AlongRows<typename R::Keys>;
+        for (int i = threadIdx.x; i < QUERIES * Scores::COUNT; i += blockDim.x) {
+            const int query = i / Scores::COUNT, index = i % Scores::COUNT;
+            float* to = numbers + (query / 4 * Scores::COUNT + index) * 8 + 2 * (query % 4);
+            split(to, rows.at(query, Scores::channel(index)));
+        }
+        for (int i = threadIdx.x / 32; i < K::GROUPS * QUERIES; i += WARPS) {
+            float sum = 0.0f;
+            for (int channel = threadIdx.x % 32; channel < K::GROUP; channel += 32)
+                sum += rows.at(i % QUERIES, i / QUERIES * K::GROUP + channel);
+            for (int apart = 1; apart < 32; apart *= 2) sum += __shfl_xor_sync(WARP, sum, apart);
+            sums[i] = sum;
+        }
+    }
+    __syncthreads();
+}
 
 // Grid (splits, KV heads · query tiles, sequences). The first `packed_splits` splits share the blocks, the others the
 // exact tail; within a split each warp takes every (splits · WARPS)-th step. Partials: [sequence, KV head, split, row].
@@ -19,47 +63,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention(
     const Input* values, i64 value_sequence, i64 value_head, i64 value_token, i64 value_channel,
     const int* exact_lengths, float scaling, int packed_splits, float* partials) {
     extern __shared__ __align__(16) u8 memory[];
-    float* rows = reinterpret_cast<float*>(memory);
-    float* sums = rows + QUERIES * QUERY_PITCH;
+    float* numbers = reinterpret_cast<float*>(memory);
+    float* sums = numbers + QUERY_FLOATS;
     const int tiles = gridDim.y / KV_HEADS, head = blockIdx.y / tiles, first = blockIdx.y % tiles * QUERIES;
     const i64 sequence = blockIdx.z;
-    const int warp = threadIdx.x / 32;
-
-    // Row r of a KV head is query token r / SHARE of query head head · SHARE + r % SHARE; rows beyond them are zero.
-    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += blockDim.x) {
-        const int row = first + i / HEAD_DIM, channel = i % HEAD_DIM;
-        float x = 0.0f;
-        if (row < queries * SHARE) {
-            const i64 at = sequence * query_sequence + (head * SHARE + row % SHARE) * query_head +
-                           row / SHARE * query_token + channel * query_channel;
-            x = to_float(query[at]) * (scaling * LOG2E);
-        }
-        rows[i / HEAD_DIM * QUERY_PITCH + channel] = x;
-    }
-    __syncthreads();
-    if (!Key::CHANNEL_MAJOR) {
-        for (int i = threadIdx.x; i < Key::GROUPS * QUERIES; i += blockDim.x) {
-            const float* row = rows + i % QUERIES * QUERY_PITCH + i / QUERIES * Key::GROUP;
-            float sum = 0.0f;
-            for (int channel = 0; channel < Key::GROUP; channel++) sum += row[channel];
-            sums[i] = sum;
-        }
-        __syncthreads();
-    }
-
-    const Queries rows_here = {rows, sums, first, queries * SHARE};
+    const int split = blockIdx.x, warp = threadIdx.x / 32;
     u8* mine = memory + QUERY_BYTES + warp * WARP_BYTES;
-    const int split = blockIdx.x;
+
+    const QueryRows rows = {query + sequence * query_sequence + head * SHARE * query_head, query_head, query_token,
+                            query_channel, first, queries, scaling * LOG2E};
+    const Queries here = {numbers, sums, first};
     if (split < packed_splits) {
+        load_queries<Key, Packed>(rows, numbers, sums);
         const Pages source = {arena, pages + sequence * blocks, tokens + sequence * blocks, blocks, head};
-        attend<Key, Value>(source, rows_here, split * WARPS + warp, packed_splits * WARPS, mine);
+        attend<Key, Value>(source, here, split * WARPS + warp, packed_splits * WARPS, mine);
     } else {
+        load_queries<Exact, Tailed>(rows, numbers, sums);
         const Tail source = {
             {keys + sequence * key_sequence + head * key_head, key_token, key_channel},
             {values + sequence * value_sequence + head * value_head, value_token, value_channel},
             exact_lengths[sequence], queries};
         const int tail_splits = gridDim.x - packed_splits;
-        attend<Exact, Exact>(source, rows_here, (split - packed_splits) * WARPS + warp, tail_splits * WARPS, mine);
+        attend<Exact, Exact>(source, here, (split - packed_splits) * WARPS + warp, tail_splits * WARPS, mine);
     }
     __syncthreads();
 

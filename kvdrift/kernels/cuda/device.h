@@ -9,8 +9,6 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-constexpr u32 WARP = 0xffffffffu;
-
 #ifdef __CUDACC__
 
 __device__ __forceinline__ float half_to_float(u16 bits) {

@@ -8,6 +8,7 @@
 #include "tensors.h"
 
 constexpr int QUERIES = 4 * TILES;
+constexpr u32 WARP = 0xffffffffu;
 
 struct Lane {
     int g, t;
@@ -30,7 +31,7 @@ struct Staged {
     static constexpr int POSITIONS = T::ROW / T::PLANES;
 
     // Whether each run of LANES · unit positions lies in one group, so that a scale is the same for a whole tile.
-    static constexpr bool folds(int unit) {
+    __device__ static constexpr bool folds(int unit) {
         for (int plane = 0; plane < T::PLANES; plane++)
             for (int first = 0; first < POSITIONS; first += LANES * unit) {
                 const int last = (first + LANES * unit < POSITIONS ? first + LANES * unit : POSITIONS) - 1;
@@ -52,7 +53,7 @@ struct Staged {
     static constexpr int SCALE_BYTES = T::FORMAT == EXACT ? 0 : T::GROUPS * GROUP_BYTES;
     static constexpr int BYTES = CODE_BYTES + SCALE_BYTES * (T::FORMAT == UNIFORM ? 2 : 1);
 
-    static constexpr int group(int plane, int column) {
+    __device__ static constexpr int group(int plane, int column) {
         return FOLDED ? (plane * POSITIONS + column * LANES * UNIT) / T::GROUP : 0;
     }
 };
@@ -147,10 +148,10 @@ __device__ __forceinline__ float operand(const u8* stage, int row, int unit, Wor
 // x cut to TF32: the same number to 11 bits, so that x − upper(x) is exact.
 __device__ __forceinline__ float upper(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
-// The part of a `b` number that this lane's column holds.
-__device__ __forceinline__ float part(float x, Lane lane) {
+// Write x as the two parts that `b` holds in neighbouring columns.
+__device__ __forceinline__ void split(float* to, float x) {
     const float high = upper(x);
-    return lane.g % 2 ? upper(x - high) : high;
+    *reinterpret_cast<float2*>(to) = {high, upper(x - high)};
 }
 
 template <class S>

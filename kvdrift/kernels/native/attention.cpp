@@ -121,7 +121,7 @@ INLINE void scale_weights(const Operand &a, const float *x, int64_t x_row, int r
                 store(weights + (g * rows + r) * stride + i, v * load<f32x16>(a.scale + g * n + i));
                 if (a.low) sum += v * load<f32x16>(a.low + g * n + i);
             }
-            if (a.low) low(g, r, lane_sum(sum));
+            if (a.low) low(g, r, fold(sum, Sum()));
         }
 }
 
@@ -194,7 +194,7 @@ void load_queries(const Call &call, int64_t sequence, int64_t kv_head, int share
             store(to + c, q);
             sum += q;
         }
-        w.query_sum[row] = lane_sum(sum);
+        w.query_sum[row] = fold(sum, Sum());
     }
 }
 

@@ -146,7 +146,7 @@ void row_products(const Operand &a, const float *query, int64_t query_row, int r
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++)
-            store(out + r * out_row + row, lane_sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
+            store(out + r * out_row + row, fold4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], Sum()));
     }
 }
 

@@ -1,5 +1,6 @@
 // seal: blocks of keys and values into pages, one (block, head, tensor) at a time.
 // A block's values go through a float32 tile that stays in the core's cache; from there on only float32 is handled.
+#include <algorithm>
 #include <vector>
 
 #include "encode.h"
@@ -16,7 +17,7 @@ struct Scratch {
     std::vector<float> tile;                   // [tokens][stride], padded with zeros to whole lanes
     std::vector<float> smallest, highest;      // [groups][rows, padded]
     std::vector<float> divisor, base;          // the same, as stored
-    std::vector<uint8_t> planar;               // one chunk of channels, before its transpose
+    mutable std::vector<int64_t> group_of;     // where a token's group lies in those
 };
 
 template <class V>
@@ -36,14 +37,22 @@ INLINE f32x16 load_values(const uint8_t *from, int n) {
 // Fills the tile; false where a value isn't finite.
 template <int32_t D>
 bool load_tile(const uint8_t *data, int64_t token_bytes, int tokens, int channels, float *tile, int64_t stride) {
-    i32x16 bad = {};
-    for (int t = 0; t < tokens; t++, data += token_bytes, tile += stride)
-        for (int c = 0; c < channels; c += LANES) {
-            const f32x16 x = load_values<D>(data + c * bytes_of(D), channels - c);
-            bad |= not_finite(x);
-            store(tile + c, to_float32(x));
+    constexpr int64_t AHEAD = 4096;  // blocks follow each other in memory, so this also begins the next one
+    i32x16 largest = {};
+    const auto convert = [&largest](f32x16 x, float *to) {
+        const i32x16 m = magnitude(x);
+        largest = m > largest ? m : largest;
+        store(to, to_float32(x));
+    };
+    for (int t = 0; t < tokens; t++, data += token_bytes, tile += stride) {
+        int c = 0;
+        for (; c + LANES <= channels; c += LANES) {
+            __builtin_prefetch(data + c * bytes_of(D) + AHEAD);
+            convert(load_values<D>(data + c * bytes_of(D), LANES), tile + c);
         }
-    return !any(bad);
+        if (c < channels) convert(load_values<D>(data + c * bytes_of(D), channels - c), tile + c);
+    }
+    return !any(largest >= INFINITE);
 }
 
 bool load_tile(int32_t dtype, const uint8_t *data, int64_t token_bytes, int tokens, int channels, float *tile,
@@ -52,40 +61,49 @@ bool load_tile(int32_t dtype, const uint8_t *data, int64_t token_bytes, int toke
     return load(data, token_bytes, tokens, channels, tile, stride);
 }
 
-// Smallest and highest of each group, [groups][padded]: groups along time, sixteen channels at a time …
-void channel_ranges(const TensorSpec &s, const float *tile, int64_t stride, float *smallest, float *highest) {
-    const int group = s.group();
-    for (int g = 0; g < s.groups; g++)
-        for (int c = 0; c < s.rows; c += LANES) {
-            const float *x = tile + int64_t(g) * group * stride + c;
-            f32x16 lo = load<f32x16>(x), hi = lo;
-            for (int t = 1; t < group; t++) {
-                const f32x16 v = load<f32x16>(x + t * stride);
-                lo = min(lo, v), hi = max(hi, v);
-            }
-            store(smallest + g * stride + c, lo), store(highest + g * stride + c, hi);
+// Smallest and highest of each group, [groups][padded]: groups along time, up to 4 × 16 channels at a time …
+template <int N>
+INLINE void channel_range(const float *x, int64_t stride, int group, float *smallest, float *highest) {
+    f32x16 lo[N], hi[N];
+    for (int n = 0; n < N; n++) lo[n] = hi[n] = load<f32x16>(x + n * LANES);
+    for (int t = 1; t < group; t++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const f32x16 v = load<f32x16>(x + t * stride + n * LANES);
+            lo[n] = min(lo[n], v), hi[n] = max(hi[n], v);
         }
+    for (int n = 0; n < N; n++) store(smallest + n * LANES, lo[n]), store(highest + n * LANES, hi[n]);
 }
 
-// … or along one token's channels.
+void channel_ranges(const TensorSpec &s, const float *tile, int64_t stride, float *smallest, float *highest) {
+    const int group = s.group();
+    for (int g = 0; g < s.groups; g++, tile += group * stride, smallest += stride, highest += stride) {
+        int c = 0;
+        for (; c + 4 * LANES <= stride; c += 4 * LANES) channel_range<4>(tile + c, stride, group, smallest + c, highest + c);
+        for (; c < stride; c += LANES) channel_range<1>(tile + c, stride, group, smallest + c, highest + c);
+    }
+}
+
+// … or along one token's channels, four tokens at a time.
 void token_ranges(const TensorSpec &s, const float *tile, int64_t stride, float *smallest, float *highest,
                   int64_t padded) {
     const int group = s.group();
-    for (int t = 0; t < s.rows; t++)
+    for (int t = 0; t < s.rows; t += 4)
         for (int g = 0; g < s.groups; g++) {
-            const float *x = tile + t * stride + g * group;
-            float lo = x[0], hi = x[0];
-            int i = 0;
-            if (group >= LANES) {
-                f32x16 los = load<f32x16>(x), his = los;
-                for (i = LANES; i + LANES <= group; i += LANES) {
-                    const f32x16 v = load<f32x16>(x + i);
-                    los = min(los, v), his = max(his, v);
+            f32x16 lo[4], hi[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const float *x = tile + (t + i < s.rows ? t + i : t) * stride + g * group;
+                lo[i] = hi[i] = broadcast(x[0]);
+                int e = 0;
+                for (; e + LANES <= group; e += LANES) {
+                    const f32x16 v = load<f32x16>(x + e);
+                    lo[i] = min(lo[i], v), hi[i] = max(hi[i], v);
                 }
-                lo = lane_min(los), hi = lane_max(his);
+                for (; e < group; e++) lo[i] = min(lo[i], broadcast(x[e])), hi[i] = max(hi[i], broadcast(x[e]));
             }
-            for (; i < group; i++) lo = x[i] < lo ? x[i] : lo, hi = x[i] > hi ? x[i] : hi;
-            smallest[g * padded + t] = lo, highest[g * padded + t] = hi;
+            store(smallest + g * padded + t, fold4(lo[0], lo[1], lo[2], lo[3], Min()));
+            store(highest + g * padded + t, fold4(hi[0], hi[1], hi[2], hi[3], Max()));
         }
 }
 
@@ -119,56 +137,67 @@ bool store_steps(const TensorSpec &s, uint8_t *page, int64_t head, Scratch &w, i
     return !any(bad);
 }
 
-// Sixteen lanes of one token-major row from element `e` on: each lane's group may differ where groups are small.
-INLINE f32x16 along_row(const float *steps, int64_t padded, int t, int e, int group, int row) {
-    if (group == row || (group % LANES == 0 && e % LANES == 0)) return broadcast(steps[e / group * padded + t]);
+// Sixteen lanes' steps for elements from `e` on of one token-major row; small groups may differ from lane to lane.
+INLINE f32x16 along_row(const float *steps, int64_t padded, int e, int group, int row) {
     f32x16 x = {};
-    for (int i = 0; i < LANES && e + i < row; i++) x[i] = steps[(e + i) / group * padded + t];
+    for (int i = 0; i < LANES && e + i < row; i++) x[i] = steps[(e + i) / group * padded];
     return x;
 }
 
-template <class Code, int Bits>
-void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, int64_t padded,
-                 uint8_t *codes) {
+// Aligned: groups and planes are whole lanes, so that sixteen elements share a step.
+template <class Code, int Bits, bool Aligned>
+void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *codes) {
+    constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
-    for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride)
+    const int64_t padded = round_up(s.rows, LANES);
+    int64_t group_of[1024 / LANES];
+    for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
+    for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
+        const float *divisors = &w.divisor[t], *bases = &w.base[t];
         for (int i = 0; i < plane; i += LANES) {
             i32x16 bytes = {};
 #pragma GCC unroll 4
-            for (int p = 0; p < 8 / Bits; p++) {
+            for (int p = 0; p < P; p++) {
                 const int e = p * plane + i;
-                const f32x16 divisor = along_row(w.divisor.data(), padded, t, e, group, s.row);
-                const f32x16 base = along_row(w.base.data(), padded, t, e, group, s.row);
-                const f32x16 x = e + LANES <= stride ? load<f32x16>(tile + e) : load_part<f32x16>(tile + e, stride - e);
+                const int64_t at = Aligned ? group_of[e / LANES] : 0;
+                const f32x16 divisor = Aligned ? broadcast(divisors[at]) : along_row(divisors, padded, e, group, s.row);
+                const f32x16 base = Aligned ? broadcast(bases[at]) : along_row(bases, padded, e, group, s.row);
+                const f32x16 x =
+                    Aligned || e + LANES <= stride ? load<f32x16>(tile + e) : load_part<f32x16>(tile + e, stride - e);
                 bytes |= Code::of(x, divisor, base) << (Bits * p);
             }
             const u8x16 packed = low_bytes(bytes);
-            std::memcpy(codes + i, &packed, plane - i < LANES ? plane - i : LANES);
+            if (Aligned)
+                store(codes + i, packed);
+            else
+                std::memcpy(codes + i, &packed, std::min(plane - i, LANES));
         }
+    }
 }
 
 template <class Code, int Bits>
-void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, Scratch &w, uint8_t *codes) {
+void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *codes) {
+    constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
-    const int64_t padded = stride;
-    u8x16 columns[16];
+    std::vector<int64_t> &group_of = w.group_of;
+    group_of.resize(s.row);
+    for (int t = 0; t < s.row; t++) group_of[t] = t / group * stride;
     for (int c = 0; c < s.rows; c += LANES)
-        for (int i0 = 0; i0 < plane; i0 += 16) {
-            const int n = plane - i0 < 16 ? plane - i0 : 16;
-            for (int i = 0; i < n; i++) {
-                i32x16 bytes = {};
+        for (int first = 0; first < plane; first += 16) {
+            i32x16 words[4] = {};
+            for (int k = 0; k < 4; k++)
 #pragma GCC unroll 4
-                for (int p = 0; p < 8 / Bits; p++) {
-                    const int t = p * plane + i0 + i;
-                    const int64_t at = t / group * padded + c;
-                    bytes |= Code::of(load<f32x16>(tile + t * stride + c), load<f32x16>(&w.divisor[at]),
-                                      load<f32x16>(&w.base[at]))
-                             << (Bits * p);
-                }
-                columns[i] = low_bytes(bytes);
-            }
-            for (int i = n; i < 16; i++) columns[i] = u8x16{};
-            transpose16(columns, codes + c * s.row_bytes + i0, s.row_bytes, s.rows - c < 16 ? s.rows - c : 16, n);
+                for (int byte = 0; byte < 4; byte++)
+#pragma GCC unroll 4
+                    for (int p = 0; p < P; p++) {
+                        const int t = p * plane + std::min(first + 4 * k + byte, plane - 1);
+                        const int64_t at = group_of[t] + c;
+                        words[k] |= Code::of(load<f32x16>(tile + t * stride + c), load<f32x16>(&w.divisor[at]),
+                                             load<f32x16>(&w.base[at]))
+                                    << (8 * byte + Bits * p);
+                    }
+            store_columns(words, codes + c * s.row_bytes + first, s.row_bytes, std::min(s.rows - c, LANES),
+                          std::min(plane - first, 16));
         }
 }
 
@@ -181,31 +210,29 @@ struct Float8 {
 };
 
 template <class Code, int Bits>
-void codes(const TensorSpec &s, const float *tile, int64_t stride, Scratch &w, int64_t padded, uint8_t *to) {
-    if (s.channel_major)
-        channel_codes<Code, Bits>(s, tile, stride, w, to);
-    else
-        token_codes<Code, Bits>(s, tile, stride, w, padded, to);
+void codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *to) {
+    if (s.channel_major) return channel_codes<Code, Bits>(s, tile, stride, w, to);
+    const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0 && s.row <= 1024;
+    return aligned ? token_codes<Code, Bits, true>(s, tile, stride, w, to)
+                   : token_codes<Code, Bits, false>(s, tile, stride, w, to);
 }
 
-bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, int32_t dtype, uint8_t *to) {
-    bool fits = true;
-    const int64_t width = bytes_of(dtype);
+template <int32_t D>
+bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, uint8_t *to) {
+    i32x16 bad = {};
     for (int t = 0; t < s.rows; t++, data += token_bytes, to += s.row_bytes) {
         std::memcpy(to, data, s.row_bytes);
-        for (int c = 0; c < s.row; c++) {
-            uint32_t bits = 0;
-            std::memcpy(&bits, data + c * width, width);
-            const uint32_t infinite = dtype == FLOAT32 ? 0x7f800000u : dtype == FLOAT16 ? 0x7c00u : 0x7f80u;
-            fits &= (bits & infinite) != infinite;
-        }
+        for (int c = 0; c < s.row; c += LANES) bad |= not_finite(load_values<D>(data + c * bytes_of(D), s.row - c));
     }
-    return fits;
+    return !any(bad);
 }
 
 bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, int32_t dtype,
                  uint8_t *page, int64_t head, Scratch &w) {
-    if (s.kind == EXACT) return seal_exact(s, data, token_bytes, dtype, s.codes_of(page, head));
+    if (s.kind == EXACT) {
+        const auto copy = dtype == FLOAT32 ? seal_exact<FLOAT32> : dtype == FLOAT16 ? seal_exact<FLOAT16> : seal_exact<BFLOAT16>;
+        return copy(s, data, token_bytes, s.codes_of(page, head));
+    }
     const int64_t stride = round_up(b.head_dim, LANES), padded = round_up(s.rows, LANES);
     w.tile.resize(b.block * stride);
     for (auto *x : {&w.smallest, &w.highest, &w.divisor, &w.base}) x->assign(s.groups * padded, 0.0f);
@@ -219,7 +246,7 @@ bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, i
                        : s.bits == 8      ? codes<Uniform<8>, 8>
                        : s.bits == 4      ? codes<Uniform<4>, 4>
                                           : codes<Uniform<2>, 2>;
-    write(s, w.tile.data(), stride, w, padded, s.codes_of(page, head));
+    write(s, w.tile.data(), stride, w, s.codes_of(page, head));
     return fits;
 }
 
@@ -252,7 +279,7 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < blocks * heads; item++) {
-            const int64_t block = item / heads, head = item % heads;
+            const int64_t head = item / blocks, block = item % blocks;
             uint8_t *page = arena + pages[block] * b.page_bytes;
             bool ok = true;
             for (int i = 0; i < 2; i++)

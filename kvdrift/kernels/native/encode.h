@@ -12,7 +12,7 @@ INLINE i32x16 magnitude(f32x16 x) { return as_int(x) & 0x7fffffff; }
 INLINE i32x16 not_finite(f32x16 x) { return magnitude(x) >= INFINITE; }
 
 // quantizers/groups.py: subnormals and negative zero become zero; NaN and infinities stay.
-INLINE f32x16 to_float32(f32x16 x) { return as_float(as_int(x) & (magnitude(x) >= SMALLEST_NORMAL)); }
+INLINE f32x16 to_float32(f32x16 x) { return select(magnitude(x) >= SMALLEST_NORMAL, x, f32x16{}); }
 
 // What a group needs to turn a value into a code, in float32 but as stored.
 struct Step {
@@ -34,18 +34,18 @@ INLINE Step uniform_step(f32x16 smallest, f32x16 highest, float levels, bool hal
 INLINE Step float8_step(f32x16 smallest, f32x16 highest, bool half, f32x16 &scale) {
     const f32x16 largest = max(highest, -smallest), zero = {};
     const f32x16 quotient = largest / 448.0f;
-    scale = rounded(as_float(as_int(quotient) & (magnitude(quotient) >= SMALLEST_NORMAL)), half);
+    scale = rounded(to_float32(quotient), half);
     const i32x16 vanished = scale == zero;
     const i32x16 bad = not_finite(448.0f * scale) | not_finite(scale);
     return {select(vanished, zero + INFINITY, scale), zero, bad | (vanished & (largest != zero))};
 }
 
-// The code in the low byte of each lane. Adding 1.5·2²³ rounds half to even and leaves the integer in the mantissa.
+// Adding 1.5·2²³ rounds half to even and leaves the integer in the mantissa.
 template <int Bits>
 INLINE i32x16 uniform_code(f32x16 x, f32x16 divisor, f32x16 base) {
     constexpr float levels = (1 << Bits) - 1;
     const f32x16 q = (x - base) / divisor, zero = {};
-    return as_int(min(max(q, zero), zero + levels) + 12582912.0f) & 0xff;
+    return as_int(min(max(q, zero), zero + levels) + 12582912.0f) - 0x4b400000;
 }
 
 INLINE i32x16 float8_code(f32x16 x, f32x16 divisor, f32x16) {
@@ -57,26 +57,30 @@ INLINE i32x16 float8_code(f32x16 x, f32x16 divisor, f32x16) {
     return select(m < (121 << 23), small, normal) | sign;
 }
 
-// Rows of sixteen bytes become columns: out[lane * stride + i] = in[i][lane], for the first `n` of 16 i's.
-INLINE void transpose16(const u8x16 *in, uint8_t *out, int64_t stride, int lanes, int n) {
-    u8x16 a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = in[i];
-#pragma GCC unroll 4
-    for (int round = 0; round < 4; round++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            b[2 * i] = __builtin_shufflevector(a[i], a[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
-                                                   30, 15, 31);
-        }
+// words[k] holds bytes 4k … 4k + 3 of sixteen columns; to[column * stride] receives the first `bytes` of 16.
+INLINE void store_columns(const i32x16 *words, uint8_t *to, int64_t stride, int columns, int bytes) {
+    const auto low = [](i32x16 a, i32x16 b) {
+        return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    };
+    const auto high = [](i32x16 a, i32x16 b) {
+        return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    };
+    const auto pair_low = [](i32x16 a, i32x16 b) {
+        return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    };
+    const auto pair_high = [](i32x16 a, i32x16 b) {
+        return __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    };
+    const i32x16 a = low(words[0], words[1]), b = low(words[2], words[3]);
+    const i32x16 c = high(words[0], words[1]), d = high(words[2], words[3]);
+    const i32x16 of[4] = {pair_low(a, b), pair_high(a, b), pair_low(c, d), pair_high(c, d)};  // columns j, j + 4, …
+    if (columns >= LANES && bytes == 16) {
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) a[i] = b[i];
-    }
-    if (n == 16 && lanes == 16) {
-#pragma GCC unroll 16
-        for (int lane = 0; lane < 16; lane++) store(out + lane * stride, a[lane]);
+        for (int column = 0; column < LANES; column++)
+            std::memcpy(to + column * stride, (const uint8_t *)&of[column % 4] + column / 4 * 16, 16);
     } else {
-        for (int lane = 0; lane < lanes; lane++) std::memcpy(out + lane * stride, &a[lane], n);
+        for (int column = 0; column < columns; column++)
+            std::memcpy(to + column * stride, (const uint8_t *)&of[column % 4] + column / 4 * 16, bytes);
     }
 }
 

@@ -134,36 +134,32 @@ INLINE f32x16 small_float(i32x16 x) {
 #endif
 }
 
-// The lane sums of four vectors, by halves: all four at a third of the price of one after the other.
+// Four vectors' lanes folded at once, by halves: a third of the price of one after the other.
 typedef float f32x4 __attribute__((vector_size(16)));
-INLINE f32x4 lane_sums(f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
-    const f32x16 ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                      __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const f32x16 cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                      __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const f32x16 x = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                     __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return (__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7)) +
-           (__builtin_shufflevector(x, x, 8, 9, 10, 11) + __builtin_shufflevector(x, x, 12, 13, 14, 15));
+template <class Op>
+INLINE f32x4 fold4(f32x16 a, f32x16 b, f32x16 c, f32x16 d, Op op) {
+    const f32x16 ab = op(__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+                         __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
+    const f32x16 cd = op(__builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+                         __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
+    f32x16 x = op(__builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                  __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+    x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3);
 }
-INLINE float lane_sum(f32x16 x) { return lane_sums(x, x, x, x)[0]; }
-INLINE float lane_min(f32x16 x) {
-#ifdef KVDRIFT_AVX512
-    return _mm512_reduce_min_ps((__m512)x);
-#else
-    float lowest = x[0];
-    for (int i = 1; i < LANES; i++) lowest = x[i] < lowest ? x[i] : lowest;
-    return lowest;
-#endif
-}
-INLINE float lane_max(f32x16 x) {
-#ifdef KVDRIFT_AVX512
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    float highest = x[0];
-    for (int i = 1; i < LANES; i++) highest = x[i] > highest ? x[i] : highest;
-    return highest;
-#endif
+struct Sum {
+    INLINE f32x16 operator()(f32x16 a, f32x16 b) const { return a + b; }
+};
+struct Min {
+    INLINE f32x16 operator()(f32x16 a, f32x16 b) const { return min(a, b); }
+};
+struct Max {
+    INLINE f32x16 operator()(f32x16 a, f32x16 b) const { return max(a, b); }
+};
+template <class Op>
+INLINE float fold(f32x16 x, Op op) {
+    return fold4(x, x, x, x, op)[0];
 }
 INLINE bool any(i32x16 mask) {
 #ifdef KVDRIFT_AVX512

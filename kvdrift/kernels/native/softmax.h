@@ -26,7 +26,7 @@ struct Running {
     float highest = -INFINITY;
     f32x16 sums = {};  // the weights' sum, spread over the lanes
 
-    float sum() const { return lane_sum(sums); }
+    float sum() const { return fold(sums, Sum()); }
 };
 
 // Turns scores[0, padded) into weights, all scores at or behind `visible` into 0, and rescales what was summed before.
@@ -38,7 +38,7 @@ INLINE void absorb(Running &state, float *scores, int padded, int visible, float
         if (t + LANES > visible) s = select(lane + t < visible, s, f32x16{} - INFINITY), store(scores + t, s);
         highest = max(highest, s);
     }
-    const float block_highest = lane_max(highest);
+    const float block_highest = fold(highest, Max());
     if (block_highest > state.highest) {
         const float shrink = exp2_negative(state.highest - block_highest);
         for (int c = 0; c < channels; c += LANES) store(values + c, load<f32x16>(values + c) * shrink);

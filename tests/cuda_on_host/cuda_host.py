@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvdrift.kernels import cuda
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+FLAGS = "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE -w"
 CTYPES = {np.int32: ctypes.c_int32, np.float32: ctypes.c_float}
 CACHE = Path(tempfile.gettempdir()) / f"kvdrift-cuda-on-host-{os.getuid()}"
 
@@ -42,24 +44,37 @@ class HostKernel:
         self.function((ctypes.c_uint32 * 3)(*grid), ctypes.c_int(block[0]), pointers)
 
 
+class HostModule:
+    """In the place of `cuda.Module`."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def function(self, name: str) -> HostKernel:
+        return HostKernel(self.library[f"run_{name}"])
+
+    def integers(self, name: str, count: int) -> list[int]:
+        return list((ctypes.c_int32 * count).in_dll(self.library, name))
+
+
 @lru_cache(maxsize=512)
-def module(file: str, names: tuple[str, ...], flags: tuple[str, ...]) -> dict[str, HostKernel]:
+def module(file: str, flags: tuple[str, ...], device: torch.device) -> HostModule:
     """In the place of `cuda._module`; the library is cached by everything that makes it."""
     defines = [flag for flag in flags if flag.startswith("-D")]
-    text = f'#include "cuda_on_host.h"\n#include "{cuda.SOURCES / file}"\n' + "".join(f"HOST({n})\n" for n in names)
-    content = [text, (HERE / "cuda_on_host.h").read_text(), cuda.source(file), *FLAGS, *defines]
+    kernels = re.findall(r"__global__ void (?:__launch_bounds__\(.*\) )?(\w+)\(", cuda.source(file))
+    text = f'#include "cuda_on_host.h"\n#include "{cuda.SOURCES / file}"\n' + "".join(f"HOST({n})\n" for n in kernels)
+    content = [text, (HERE / "cuda_on_host.h").read_text(), cuda.source(file), FLAGS, defines]
     library = CACHE / f"{hashlib.sha256(repr(content).encode()).hexdigest()[:24]}.so"
     if not library.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             unit, built = Path(scratch) / "unit.cpp", Path(scratch) / "unit.so"
             unit.write_text(text)
-            command = [COMPILER, *FLAGS, *defines, f"-I{HERE}", str(unit), "-o", str(built)]
+            command = [str(COMPILER), *FLAGS.split(), *defines, f"-I{HERE}", str(unit), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             os.replace(built, library)  # whole or not at all, whoever else compiles the same
-    loaded = ctypes.CDLL(str(library))
-    return {name: HostKernel(loaded[f"run_{name}"]) for name in names}
+    return HostModule(library)
 
 
 def run_on_host(monkeypatch: pytest.MonkeyPatch) -> None:

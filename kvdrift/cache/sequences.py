@@ -1,0 +1,265 @@
+"""The sequences of one packed layer: their pages, and a small exact buffer each.
+
+The exact buffer of a sequence holds, in order, its sinks, blocks that had to stay exact ("held"), and its newest
+tokens, the tail. Keys carry their positions already (RoPE), so attention doesn't mind that order. This file moves
+tokens from tail to page and back; what a query sees is decided in `attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from kvdrift.cache.pool import BlockPool
+from kvdrift.cache.sealing import HELD, Binding, Segment, seal
+from kvdrift.kernels import dispatch
+
+
+class Sequences:
+    """`batch` empty sequences, with the dtype and device of `like`; each ages on its own count of real tokens."""
+
+    def __init__(self, binding: Binding, pool: BlockPool, like: Float[Tensor, "batch kv_heads _ head_dim"]) -> None:
+        self.binding, self.policy, self.layout, self.pool = binding, binding.policy, binding.layout, pool
+        self.backend = dispatch.backend(like.device)
+        batch, kv_heads, _, head_dim = like.shape
+        capacity, block = self.policy.exact_tokens + self.policy.block, self.policy.block
+        self.keys, self.values = (like.new_empty(batch, kv_heads, capacity, head_dim) for _ in "kv")
+        self.shadows = [like.new_empty(batch, kv_heads, block, head_dim) for _ in "kv"] if self.policy.rollback else []
+        self.segments: list[list[Segment]] = [[] for _ in range(batch)]
+        self.exact = [0] * batch
+        """Tokens in the exact buffer of each sequence."""
+        self.held = [self.policy.sink_tokens] * batch
+        """How many of them come before the tail, once the sinks are there."""
+        self.shadowed = [False] * batch
+        """Whether a sequence's newest segment can be put back from its shadow."""
+        self._write_tables()
+
+    # -- lengths ---------------------------------------------------------------------------------------------------
+
+    def length(self, s: int) -> int:
+        """Real tokens of one sequence."""
+        return self.exact[s] + sum(segment.tokens for segment in self.segments[s] if segment.page != HELD)
+
+    def due(self, s: int, new: int = 0) -> int:
+        """Blocks of one sequence to seal once `new` more real tokens are there."""
+        policy = self.policy
+        if policy.min_length and self.length(s) + new < policy.min_length:
+            return 0
+        return max(0, self.exact[s] - self.held[s] + new - policy.residual_window) // policy.block
+
+    def until_due(self, rows: Sequence[int]) -> int:
+        """How many more real tokens each of these sequences takes before one of them has a block due."""
+        policy, room = self.policy, []
+        for s in rows:
+            until = policy.residual_window + policy.block - (self.exact[s] - self.held[s])
+            room.append(max(until, policy.min_length - self.length(s)) if policy.min_length else until)
+        return min(room) - 1
+
+    # -- taking tokens in ------------------------------------------------------------------------------------------
+
+    def fill(self, rows: Sequence[tuple[Float[Tensor, "kv_heads _ d"], Float[Tensor, "kv_heads _ d"]]]) -> None:
+        """All tokens of every (still empty) sequence at once: seal what is due, keep the rest exact."""
+        for s, (keys, values) in enumerate(rows):
+            self._fill_row(s, keys, values)
+        self._write_tables()
+
+    def _fill_row(self, s: int, keys: Tensor, values: Tensor) -> None:
+        sinks, block, blocks = self.policy.sink_tokens, self.policy.block, self.due(s, keys.shape[1])
+        end = sinks + blocks * block
+        kept = [(keys[:, :sinks], values[:, :sinks])]
+        if blocks:
+            aged_keys, aged_values = (
+                x[:, sinks:end].unflatten(1, (blocks, block)).transpose(0, 1) for x in (keys, values)
+            )
+            self.segments[s] = self._seal([s] * blocks, aged_keys, aged_values)
+            kept += [(aged_keys[i], aged_values[i]) for i, held in enumerate(self.segments[s]) if held.page == HELD]
+            self._keep_shadow(s, aged_keys[-1], aged_values[-1])
+        self.held[s] = sinks + block * (len(kept) - 1)
+        kept.append((keys[:, end:], values[:, end:]))
+        self.exact[s] = sum(part.shape[1] for part, _ in kept)
+        self._make_room(max(self.exact[s], self.held[s] + self.policy.residual_window + block))
+        for buffer, parts in zip((self.keys, self.values), zip(*kept)):
+            buffer[s, :, : self.exact[s]] = torch.cat(parts, dim=1)
+
+    def append(
+        self,
+        keys: Float[Tensor, "batch kv_heads new head_dim"],
+        values: Float[Tensor, "batch kv_heads new head_dim"],
+        rows: Sequence[int],
+    ) -> None:
+        """Add new real tokens to the tails of the given sequences; the other rows of `keys` and `values` are pads."""
+        new = keys.shape[2]
+        self._make_room(max(self.exact[s] for s in rows) + new)
+        if len(rows) == len(self.exact) and len(set(self.exact)) == 1:
+            span = slice(self.exact[0], self.exact[0] + new)
+            self.keys[:, :, span], self.values[:, :, span] = keys, values
+            self.exact_lengths += new
+        else:
+            for s in rows:
+                span = slice(self.exact[s], self.exact[s] + new)
+                self.keys[s, :, span], self.values[s, :, span] = keys[s], values[s]
+                self.exact_lengths[s] += new
+        for s in rows:
+            self.exact[s] += new
+
+    def seal_due(self) -> None:
+        """Seal the oldest due block of every sequence that has one, until none has."""
+        block = self.policy.block
+        while due := [s for s in range(len(self.exact)) if self.due(s)]:
+            spans = [slice(self.held[s], self.held[s] + block) for s in due]
+            keys, values = (torch.stack([x[s, :, at] for s, at in zip(due, spans)]) for x in (self.keys, self.values))
+            for i, (s, segment) in enumerate(zip(due, self._seal(due, keys, values))):
+                self.segments[s].append(segment)
+                self._keep_shadow(s, keys[i], values[i])
+                if segment.page == HELD:
+                    self.held[s] += block
+                    self._make_room(self.held[s] + self.policy.residual_window + block)
+                else:
+                    self._move(s, self.held[s] + block, self.held[s])
+            self._write_tables()
+        self._drop_room()
+
+    def attend(
+        self, query: Float[Tensor, "batch query_heads new head_dim"], scaling: float
+    ) -> Float[Tensor, "batch query_heads new head_dim"]:
+        """Attention of the newest `new` tokens over all pages and the exact tokens up to each query's own."""
+        tables = (self.pages, self.tokens, self.keys, self.values, self.exact_lengths)
+        answer: Tensor = self.backend.decode_attention(query, self.layout, self.pool.arena, *tables, scaling)
+        return answer
+
+    # -- cutting, reordering ---------------------------------------------------------------------------------------
+
+    def crop(self, cuts: Sequence[int]) -> None:
+        """Drop the newest `cuts[s]` real tokens of each sequence s."""
+        for s, cut in enumerate(cuts):
+            if cut:
+                self._crop_row(s, cut)
+        self._write_tables()
+
+    def _crop_row(self, s: int, cut: int) -> None:
+        cut -= self._cut_tail(s, cut)
+        segments, tail = self.segments[s], self.exact[s] - self.held[s]
+        if segments and tail - cut < self.policy.residual_window:  # the shorter sequence would not have sealed it yet
+            self._reopen_newest(s)
+            cut -= self._cut_tail(s, cut)
+        while cut and segments:  # deeper than what is kept exact: what is left of a block stays as it was packed
+            segment, self.shadowed[s] = segments.pop(), False
+            if segment.page == HELD:
+                self.held[s] -= segment.tokens
+                cut -= self._cut_tail(s, cut)
+                continue
+            gone = min(cut, segment.tokens)
+            cut -= gone
+            if gone < segment.tokens:
+                segments.append(replace(segment, tokens=segment.tokens - gone))
+            else:
+                self.pool.release([segment.page])
+        self.exact[s] -= cut
+
+    def _cut_tail(self, s: int, cut: int) -> int:
+        gone = min(cut, max(0, self.exact[s] - self.held[s]))
+        self.exact[s] -= gone
+        return gone
+
+    def _reopen_newest(self, s: int) -> None:
+        """Make the newest block the start of the tail again, if its exact tokens are still there."""
+        newest = self.segments[s][-1]
+        if newest.page == HELD:
+            self.held[s] -= newest.tokens
+        elif self.shadowed[s]:
+            start, stop = self.held[s], self.held[s] + newest.tokens
+            self._make_room(self.exact[s] + newest.tokens)
+            self._move(s, start, stop)
+            for buffer, shadow in zip((self.keys, self.values), self.shadows):
+                buffer[s, :, start:stop] = shadow[s]
+            self.pool.release([newest.page])
+        else:
+            return
+        self.segments[s].pop()
+        self.shadowed[s] = False
+
+    def select(self, order: Int64[Tensor, "kept"]) -> None:
+        """Keep these sequences, in this order; a sequence named twice shares its pages by reference count."""
+        kept = order.tolist()
+        old = self.segments
+        self.segments = [list(old[i]) for i in kept]
+        self.pool.share(_pages(self.segments))
+        self.pool.release(_pages(old))
+        self.exact, self.held, self.shadowed = ([x[i] for i in kept] for x in (self.exact, self.held, self.shadowed))
+        at = order.to(self.keys.device)
+        self.keys, self.values = self.keys[at], self.values[at]
+        self.shadows = [x[at] for x in self.shadows]
+        self._write_tables()
+
+    def release(self) -> None:
+        """Give all pages back."""
+        self.pool.release(_pages(self.segments))
+        self.segments = [[] for _ in self.segments]
+
+    def to_dense(self, real: Bool[Tensor, "batch seen"]) -> tuple[Tensor, Tensor]:
+        """Keys and values as columns again, zero where `real` says pad, of sequences that have no segment."""
+        dense = []
+        for buffer in (self.keys, self.values):
+            columns = buffer.new_zeros(*buffer.shape[:2], real.shape[1], buffer.shape[3])
+            for s, length in enumerate(self.exact):
+                columns[s, :, real[s]] = buffer[s, :, :length]
+            dense.append(columns)
+        return dense[0], dense[1]
+
+    # -- storage ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self, tokens: int) -> None:
+        capacity = self.keys.shape[2]
+        if tokens > capacity:
+            grown = -(-tokens // self.policy.block) * self.policy.block
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_empty(*old.shape[:2], grown, old.shape[3])
+                new[:, :, :capacity] = old
+                setattr(self, name, new)
+
+    def _drop_room(self) -> None:
+        """Shrink buffers that gathered more than a block at a time, as they do until `min_length` is reached."""
+        needed = max(self.held) + self.policy.residual_window + self.policy.block
+        if max(needed, *self.exact) + self.policy.block <= self.keys.shape[2]:
+            self.keys, self.values = (x[:, :, : max(needed, *self.exact)].clone() for x in (self.keys, self.values))
+
+    def _move(self, s: int, start: int, to: int) -> None:
+        """Move the exact tokens from `start` on to `to`."""
+        end = self.exact[s]
+        for buffer in (self.keys, self.values):
+            buffer[s, :, to : to + end - start] = buffer[s, :, start:end].clone()
+        self.exact[s] += to - start
+
+    def _keep_shadow(self, s: int, keys: Tensor, values: Tensor) -> None:
+        for shadow, newest in zip(self.shadows, (keys, values)):
+            shadow[s] = newest
+        self.shadowed[s] = bool(self.shadows)
+
+    def _seal(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> list[Segment]:
+        """The next segment of each named sequence; one that is named n times gets n in a row."""
+        places, following = [], dict[int, int]()
+        for s in sequences:
+            newest = self.segments[s][-1] if self.segments[s] else Segment(HELD, self.policy.sink_tokens, 0)
+            start = following.get(s, newest.start + newest.tokens)
+            places.append((s, start))
+            following[s] = start + self.policy.block
+        return seal(self.binding, self.pool, places, keys, values)
+
+    def _write_tables(self) -> None:
+        live = [[segment for segment in row if segment.page != HELD] for row in self.segments]
+        columns = list(zip_longest(*live, fillvalue=Segment(0, 0, 0)))
+        shape = (len(columns), len(live))
+        pages = torch.tensor([[x.page for x in column] for column in columns], dtype=torch.int32).view(shape)
+        tokens = torch.tensor([[x.tokens for x in column] for column in columns], dtype=torch.int32).view(shape)
+        self.pages, self.tokens = (x.t().contiguous().to(self.keys.device) for x in (pages, tokens))
+        self.exact_lengths = torch.tensor(self.exact, dtype=torch.int32, device=self.keys.device)
+
+
+def _pages(segments: Sequence[Sequence[Segment]]) -> list[int]:
+    return [segment.page for row in segments for segment in row if segment.page != HELD]

@@ -1,0 +1,231 @@
+"""What the stages measured about one policy, read once, and the figures and tables that gates and reports go by.
+
+A file that isn't there is None, and so is every figure that needs it: judging that is the gates' business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from kvdrift.ledger import CacheShape, Ledger, account
+from kvdrift.measure.stats import Drift, drift, mcnemar, mean_interval, percentile
+from kvdrift.policy import CachePolicy, from_dict
+
+GREEDY = "greedy"
+"""The mode whose outcomes count as drift; sampled generations are reported beside it."""
+
+SUMMARY = ("tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max")
+SUMMARY += ("same_top1", "rms_delta_p", "rank_correlation", "perplexity_change")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the stages put their results: `<folder>/<policy>.json`, `.parquet` and `_cells.parquet`."""
+
+    manifest: Path
+    plans: Path
+    quantize: Path
+    logits: Path
+    generate: Path
+    latency: Path
+    drill: Path
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One policy and all that is known about it."""
+
+    policy: CachePolicy
+    shape: CacheShape
+    packing: Mapping[str, Any] | None
+    errors: pl.DataFrame | None
+    logits: pl.DataFrame | None
+    cells: pl.DataFrame | None
+    generations: pl.DataFrame | None
+    latency: Mapping[str, Any] | None
+    drill: Mapping[str, Any] | None
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, None if there is no such file."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def read_shape(manifest: Path) -> CacheShape:
+    return CacheShape(**json.loads(manifest.read_text())["shape"])
+
+
+def read_evidence(name: str, sources: Sources) -> Evidence:
+    """All that was measured about the policy `name`. Its plan and the manifest must be there."""
+
+    def table(folder: Path, suffix: str = "") -> pl.DataFrame | None:
+        path = folder / f"{name}{suffix}.parquet"
+        return pl.read_parquet(path) if path.is_file() else None
+
+    shape = read_shape(sources.manifest)
+    plan = from_dict(json.loads((sources.plans / f"{name}.json").read_text()), name)
+    return Evidence(
+        policy=plan.bind(shape.layers, shape.head_dim),
+        shape=shape,
+        packing=read_json(sources.quantize / f"{name}.json"),
+        errors=table(sources.quantize),
+        logits=table(sources.logits),
+        cells=table(sources.logits, "_cells"),
+        generations=table(sources.generate),
+        latency=read_json(sources.latency / f"{name}.json"),
+        drill=read_json(sources.drill / f"{name}.json"),
+    )
+
+
+def at_workload(evidence: Evidence, tokens: int, batch: int) -> Ledger:
+    """The ledger of `batch` sequences of `tokens` tokens with packing on, whatever its break-even."""
+    return account(evidence.policy, evidence.shape, tokens, batch)
+
+
+def logits_summary(logits: pl.DataFrame | None) -> dict[str, Any]:
+    """KL in nats (mean with interval, p99, p99.9, max), agreement, probabilities; every figure None without rows."""
+    if logits is None or logits.is_empty():
+        return dict.fromkeys(SUMMARY)
+    names = ("kl", "same_top1", "delta_p", "rank_correlation", "nll", "nll_reference")
+    columns = {name: logits[name].cast(pl.Float64).fill_null(math.nan).to_numpy() for name in names}
+    mean = mean_interval(columns["kl"], logits["prompt"].to_numpy())
+    assert mean is not None
+    perplexities = np.exp(columns["nll"].mean()), np.exp(columns["nll_reference"].mean())
+    found: dict[str, Any] = {
+        "kl": mean.mean,
+        "kl_low": mean.low,
+        "kl_high": mean.high,
+        "kl_p99": percentile(columns["kl"], 0.99),
+        "kl_p999": percentile(columns["kl"], 0.999),
+        "kl_max": float(columns["kl"].max()),
+        "same_top1": float(columns["same_top1"].mean()),
+        "rms_delta_p": float(np.sqrt(np.square(columns["delta_p"]).mean())),
+        "rank_correlation": float(columns["rank_correlation"].mean()),
+        "perplexity_change": float(perplexities[0] - perplexities[1]),
+    }
+    return {"tokens": logits.height} | {name: finite(value) for name, value in found.items()}
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None in place of a number that isn't finite: what JSON, and a gate, take for not measured."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
+    """A row a cell {layer, bucket, pos, key_cosine, value_cosine, cos, kl, prompt}, in order of layer and bucket.
+
+    Cosines are means over all packed tokens of the cell, `cos` the lesser of keys and values; `kl` is that of the
+    probe prompt which shows it worst, named by `prompt`. Every packed layer has a row in each bucket that any of them
+    reaches, so what was measured for one layer only shows up as missing for the others.
+    """
+    cosines: dict[tuple[int, int, str], float | None] = {}
+    if evidence.errors is not None:
+        found = evidence.errors.group_by("layer", "bucket", "tensor").agg(_by_tokens("cosine"))
+        cosines = {(row["layer"], row["bucket"], row["tensor"]): finite(row["cosine"]) for row in found.to_dicts()}
+    kls: dict[tuple[int, int], tuple[float | None, str]] = {}
+    if evidence.cells is not None:
+        rows = evidence.cells.filter(pl.col("tensor") == "both", pl.col("kl").is_not_null())
+        for row in rows.sort("kl", "prompt", descending=[False, True]).to_dicts():
+            kls[row["layer"], row["bucket"]] = finite(row["kl"]), row["prompt"]
+    buckets = sorted({key[1] for key in cosines} | {key[1] for key in kls})
+    table = []
+    for layer, quantizers in enumerate(evidence.policy.layers):
+        for bucket in () if quantizers.is_exact else buckets:
+            key, value = (cosines.get((layer, bucket, tensor)) for tensor in ("key", "value"))
+            kl, prompt = kls.get((layer, bucket), (None, None))
+            cos = None if key is None or value is None else min(key, value)
+            row = {"layer": layer, "bucket": bucket, "pos": bucket, "key_cosine": key, "value_cosine": value}
+            table.append(row | {"cos": cos, "kl": kl, "prompt": prompt})
+    return table
+
+
+def saturation(errors: pl.DataFrame | None) -> tuple[float | None, str]:
+    """The largest share of saturated elements of any layer's keys or values, and where that is."""
+    if errors is None or errors.is_empty():
+        return None, ""
+    shares = errors.group_by("layer", "tensor").agg(_by_tokens("saturated"))
+    worst = shares.sort("saturated", "layer", "tensor", descending=[True, False, False]).row(0, named=True)
+    return finite(worst["saturated"]), f"{worst['tensor']}s of layer {worst['layer']}"
+
+
+def _by_tokens(name: str) -> pl.Expr:
+    """The mean of a column over the tokens that its rows stand for; NaN, which sorts last, if any row lacks it."""
+    return (pl.col(name).fill_null(math.nan) * pl.col("tokens")).sum() / pl.col("tokens").sum()
+
+
+def outcomes(generations: pl.DataFrame | None, cohort: str) -> pl.DataFrame | None:
+    """The greedy generations of a cohort; None where there are none, or where one was not graded."""
+    if generations is None:
+        return None
+    rows = generations.filter(pl.col("mode") == GREEDY, pl.col("cohort") == cohort)
+    ungraded = any(rows[name].has_nulls() for name in ("correct", "correct_reference"))
+    return None if rows.is_empty() or ungraded else rows
+
+
+def cohort_drift(generations: pl.DataFrame | None, cohort: str, limit: float, confidence: float) -> Drift | None:
+    """The pass rule on what the reference gets right and the candidate does not."""
+    rows = outcomes(generations, cohort)
+    if rows is None:
+        return None
+    right = rows.filter("correct_reference")
+    return drift(right.filter(~pl.col("correct")).height, right.height, limit, confidence)
+
+
+def cohort_table(evidence: Evidence, critical: list[str], limit: float, confidence: float) -> list[dict[str, Any]]:
+    """A row a cohort, critical ones first: how its logits and its behaviour compare with the reference's."""
+    logits, generations = evidence.logits, evidence.generations
+    known = set(critical)
+    for frame in (logits, generations):
+        known |= set() if frame is None else set(frame["cohort"].unique())
+    table = []
+    for cohort in sorted(known, key=lambda name: (name not in critical, name)):
+        scored = None if logits is None else logits.filter(cohort=cohort)
+        figures = logits_summary(scored)
+        row = {"cohort": cohort, "critical": cohort in critical}
+        row |= {name: figures[name] for name in ("tokens", "kl", "kl_low", "kl_high", "kl_max", "same_top1")}
+        found = cohort_drift(generations, cohort, limit, confidence)
+        row |= {"right": None, "drifted": None, "bound": None, "status": None, "needed": None}
+        if found is not None:
+            row |= {"right": found.items, "drifted": found.drifted, "bound": found.bound}
+            row |= {"status": found.status, "needed": found.needed}
+        table.append(row | _behaviour(outcomes(generations, cohort)))
+    return table
+
+
+def _behaviour(rows: pl.DataFrame | None) -> dict[str, Any]:
+    """Counts of what else changed, and McNemar's p-value of right against wrong."""
+    if rows is None:
+        return dict.fromkeys(("items", "gained", "p_value", "changed", "format_broken", "refusal_changed"))
+    lost = rows.filter(pl.col("correct_reference") & ~pl.col("correct")).height
+    gained = rows.filter(~pl.col("correct_reference") & pl.col("correct")).height
+    return {
+        "items": rows.height,
+        "gained": gained,
+        "p_value": mcnemar(lost, gained),
+        "changed": rows["first_divergence"].count(),
+        "format_broken": rows.filter(pl.col("valid_format_reference") & ~pl.col("valid_format")).height,
+        "refusal_changed": rows.filter(pl.col("refused_reference") != pl.col("refused")).height,
+    }
+
+
+def recall_grid(generations: pl.DataFrame | None, cohort: str) -> list[dict[str, Any]]:
+    """A row a (length, depth) of the needle grid: items, and how many the reference and the candidate recall."""
+    rows = outcomes(generations, cohort)
+    if rows is None:
+        return []
+    counted = {
+        "items": pl.len(),
+        "reference": pl.col("correct_reference").sum(),
+        "candidate": pl.col("correct").sum(),
+        "kept": (pl.col("correct_reference") & pl.col("correct")).sum(),
+    }
+    grid = rows.group_by("length", "depth").agg(count.cast(pl.Int64).alias(name) for name, count in counted.items())
+    return grid.sort("length", "depth").to_dicts()

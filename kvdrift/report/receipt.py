@@ -1,0 +1,198 @@
+"""The receipt of a release as plain data: the decision, what it rests on, and what it does not cover.
+
+`sections` lays it out for reading. Whatever was not measured is None here and fails its gate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdrift.ledger import CacheShape, account, bits_per_element
+from kvdrift.policy import CachePolicy, Quantizer
+from kvdrift.report.export import engine_flags
+from kvdrift.report.frontier import Choice, activation
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the stages left behind, by policy where it is a mapping; None is not measured."""
+
+    verdicts: Sequence[Mapping[str, Any]]
+    packings: Mapping[str, Mapping[str, Any] | None]
+    latencies: Mapping[str, Mapping[str, Any] | None]
+    drills: Mapping[str, Mapping[str, Any] | None]
+    manifest: Mapping[str, Any]
+    device: Mapping[str, Any] | None
+    software: Mapping[str, Any] | None
+    calibration: Mapping[str, Any] | None
+    changes: Sequence[Mapping[str, Any]]
+    hashes: Mapping[str, str]
+    figures: Sequence[str]
+
+
+def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
+    """Everything that a release may point to, with the gates of the policy that ships and the fate of every other."""
+    shape = CacheShape(**run.manifest["shape"])
+    verdict = next((verdict for verdict in run.verdicts if verdict["policy"] == choice.policy), None)
+    packing, latency = run.packings.get(choice.policy) or {}, run.latencies.get(choice.policy)
+    limits = (verdict or run.verdicts[0])["limits"]
+    even = verdict["metrics"]["even"] if verdict else None
+    return {
+        "decision": asdict(choice) | {"model": run.manifest["source"]["id"], "activation": activation(released, even)},
+        "workload": limits["workload"],
+        "gates": verdict["gates"] if verdict else [],
+        "candidates": [candidate(verdict, choice) for verdict in run.verdicts],
+        "tensors": {
+            "shape": run.manifest["shape"],
+            "dtype": run.manifest["dtype"],
+            "architecture": run.manifest.get("architecture"),
+            "positions": run.manifest.get("positions"),
+            "rope": run.manifest.get("rope"),
+            "layer_types": run.manifest.get("layer_types"),
+        },
+        "policy": _policy(released, shape),
+        "calibration": (run.calibration or {}).get("coverage"),
+        "device": run.device,
+        "software": run.software,
+        "memory": _memory(released, shape, packing, limits["workload"]),
+        "escalated_blocks": packing.get("escalated_blocks"),
+        "latency": latency,
+        "figures": list(run.figures),
+        "worst_cells": verdict["worst_cells"] if verdict else [],
+        "logits": verdict["logits"] if verdict else None,
+        "cohorts": verdict["cohorts"] if verdict else [],
+        "recall": verdict["recall"] if verdict else [],
+        "changes": list(run.changes),
+        "unsupported": _unsupported(run, released, verdict, latency),
+        "fallback": _fallback(run, choice),
+        "alarms": _alarms(limits, verdict, packing, released),
+        "engines": [asdict(flag) for flag in engine_flags(released)],
+        "hashes": dict(run.hashes),
+    }
+
+
+def candidate(verdict: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """One row of the decision table: a policy, its numbers and the gates it did not pass."""
+    failed = [gate for gate in verdict["gates"] if not gate["passed"]]
+    row = {"policy": verdict["policy"], "decision": verdict["decision"], "chosen": verdict["policy"] == choice.policy}
+    return row | {"metrics": verdict["metrics"], "failed": failed}
+
+
+def describe(quantizer: Quantizer | None) -> str:
+    """A quantizer in words: format, bits, direction, group and what it stores beside the codes."""
+    if quantizer is None:
+        return "exact"
+    groups = f"groups of {quantizer.group} {'tokens' if quantizer.axis == 'channel' else 'channels'}"
+    groups = groups if quantizer.group else "one group a head"
+    stored = f"{quantizer.scale_dtype} scale{' and low' if quantizer.has_low else ''}"
+    return f"{quantizer.format} {quantizer.bits}-bit per {quantizer.axis}, {groups}, {stored}"
+
+
+def _policy(policy: CachePolicy, shape: CacheShape) -> dict[str, Any]:
+    """The policy's own fields, the bits of every layer, and runs of layers that share their quantizers."""
+    full = policy.bind(shape.layers, shape.head_dim)
+    runs: list[dict[str, Any]] = []
+    for index, layer in enumerate(full.layers):
+        key, value = describe(layer.key), describe(layer.value)
+        if runs and (runs[-1]["key"], runs[-1]["value"]) == (key, value):
+            runs[-1]["last"] = index
+        else:
+            runs.append({"first": index, "last": index, "key": key, "value": value})
+    fields = ("name", "sink_tokens", "residual_window", "block", "rollback", "prefill", "escalation")
+    own = {name: getattr(full, name) for name in (*fields, "min_length", "max_length")}
+    return own | {
+        "id": full.id,
+        "bits_per_element": bits_per_element(full, shape),
+        "key_bits": [8 * shape.dtype_bytes if layer.key is None else layer.key.bits for layer in full.layers],
+        "value_bits": [8 * shape.dtype_bytes if layer.value is None else layer.value.bits for layer in full.layers],
+        "quantizers": runs,
+        "clipping": "none: each group's scale spans its whole range",
+    }
+
+
+def _memory(
+    policy: CachePolicy, shape: CacheShape, packing: Mapping[str, Any], workload: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Reference, ideal, format and held bytes with packing on: at each reconciled length, and at the workload."""
+    held = {(row["tokens"], row.get("batch", 1)): row["held_bytes"] for row in packing.get("memory") or []}
+    target = workload["context"] + workload["output"], workload["batch"]
+    rows = []
+    for tokens, batch in sorted({*held, target}):
+        ledger = account(_unbounded(policy), shape, tokens, batch)
+        row = {"tokens": tokens, "batch": batch, "reference": ledger.reference, "ideal": ledger.ideal}
+        row |= {"format": ledger.format_bytes, "held": held.get((tokens, batch)), "target": (tokens, batch) == target}
+        rows.append(row)
+    return rows
+
+
+def _unbounded(policy: CachePolicy) -> CachePolicy:
+    return CachePolicy(**{**vars(policy), "min_length": 0, "max_length": None})
+
+
+def _unsupported(
+    run: Run, policy: CachePolicy, verdict: Mapping[str, Any] | None, latency: Mapping[str, Any] | None
+) -> list[str]:
+    """What this receipt does not cover, in words."""
+    device = run.device or {}
+    found = [f"{name}: stays exact" for name in run.manifest.get("unsupported") or []]
+    if policy.max_length is not None:
+        found.append(f"sequences longer than {policy.max_length:,} tokens, the longest evaluated: routed to exact")
+    where = device.get("gpu") or device.get("cpu") or "the machine it was measured on"
+    found.append(f"other devices than {where} with the {device.get('backend', 'unknown')} kernels: measure again")
+    if verdict is not None:
+        silent = [row["cohort"] for row in verdict["cohorts"] if row["status"] == "inconclusive"]
+        if silent:
+            found.append(f"cohorts too small to conclude on drift: {', '.join(silent)}")
+    found += [f"not available in the latency measurement: {name}" for name in (latency or {}).get("unavailable") or []]
+    return found
+
+
+def _fallback(run: Run, choice: Choice) -> dict[str, Any]:
+    """The proof that the reference path comes back: the drill's checks, and the gates of the exact policy."""
+    exact = next((verdict for verdict in run.verdicts if verdict["exact"]), None)
+    drill = run.drills.get(choice.policy) or {}
+    return {"checks": drill.get("checks") or [], "exact": exact["gates"] if exact else []}
+
+
+def _alarms(
+    limits: Mapping[str, Any], verdict: Mapping[str, Any] | None, packing: Mapping[str, Any], policy: CachePolicy
+) -> list[dict[str, Any]]:
+    """What to watch once it serves, with the figure of this evaluation beside the figure that ends the rollout."""
+    logits = verdict["logits"] if verdict else {}
+    gates = {gate["name"]: gate["measured"] for gate in verdict["gates"]} if verdict else {}
+    rows = [
+        ("mean KL of mirrored requests (nats)", logits.get("kl"), limits["max_kl"]),
+        ("p99 of it", logits.get("kl_p99"), limits["max_kl_p99"]),
+        ("upper bound of the drift rate in a critical cohort", _worst_drift(gates), limits["max_drift"]),
+        ("saturated share of a layer", gates.get("saturated"), limits["max_saturated"]),
+        ("p95 of a decode step over the reference's", gates.get("p95 ratio"), limits["max_p95_ratio"]),
+        ("escalated blocks, of as many requests", packing.get("escalated_blocks"), packing.get("escalated_blocks")),
+        ("blocks refused for their header or checksum", 0, 0),
+        ("packed sequences beyond the certified length", 0, 0),
+        ("outputs of the exact fallback that differ from the reference", 0, 0),
+    ]
+    kept = rows[-1:] if policy.is_exact else rows
+    return [{"signal": signal, "measured": measured, "alarm_above": limit} for signal, measured, limit in kept]
+
+
+def _worst_drift(gates: Mapping[str, float | None]) -> float | None:
+    return max((bound for name, bound in gates.items() if name.startswith("drift") and bound is not None), default=None)
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """sha256 over the names and contents of files, and of all files in folders but `__pycache__`."""
+    total = hashlib.sha256()
+    for root in sorted(paths):
+        if not root.exists():
+            raise FileNotFoundError(f"{root} is to be hashed for the receipt and isn't there; see conf/frontier.yaml")
+        files = (
+            [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        )
+        for file in sorted(files, key=lambda path: path.as_posix()):
+            total.update(f"{file.as_posix()}\0".encode())
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()

@@ -1,0 +1,284 @@
+"""A receipt laid out for reading: a title that says the decision, then sections of text and tables.
+
+The same sections become markdown and HTML by the two templates, which know nothing of their content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+NOT_MEASURED = "not measured"
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Table:
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[str | Table]
+
+
+def shown(value: Any) -> str:
+    """A value as a reader wants it: three digits, thousands parted, None as not measured."""
+    if value is None:
+        return NOT_MEASURED
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    return str(value)
+
+
+def size(count: int | None) -> str:
+    """Bytes in MiB."""
+    return NOT_MEASURED if count is None else f"{count / 2**20:,.2f} MiB"
+
+
+def title(receipt: Mapping[str, Any]) -> str:
+    """The decision in one line."""
+    decision = receipt["decision"]
+    model = Path(decision["model"]).stem if decision["model"].endswith(".gguf") else decision["model"]
+    if not decision["proven"]:
+        return f"Decision: ship nothing on {model}"
+    return (
+        f"Decision: ship {decision['policy']} on {model}" if decision["packs"] else f"Decision: stay exact on {model}"
+    )
+
+
+def sections(receipt: Mapping[str, Any]) -> list[Section]:
+    """Why first, then every candidate, then what the evidence rests on."""
+    return [
+        *_why(receipt),
+        *_what(receipt),
+        *_costs(receipt),
+        *_where(receipt),
+        *_behaviour(receipt),
+        *_safety(receipt),
+        *_provenance(receipt),
+    ]
+
+
+def render(receipt: Mapping[str, Any], template: str) -> str:
+    """`template` of the templates folder, filled with the title and the sections of a receipt."""
+    return environment().get_template(template).render(title=title(receipt), sections=sections(receipt), Table=Table)
+
+
+def environment() -> Environment:
+    """Templates are strict about names; HTML ones escape."""
+    found = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and ".html" in name,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.tests["table"] = lambda block: isinstance(block, Table)
+    found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
+    return found
+
+
+def _gates(gates: Sequence[Mapping[str, Any]]) -> Table:
+    head = ("gate", "measured", "limit", "status", "detail")
+    rows = [
+        (
+            gate["name"],
+            shown(gate["measured"]),
+            f"{gate['sense']} {shown(gate['limit'])}",
+            "**" + gate["status"] + "**" if not gate["passed"] else gate["status"],
+            gate["detail"],
+        )
+        for gate in gates
+    ]
+    return Table(head, rows)
+
+
+def _why(receipt: Mapping[str, Any]) -> list[Section]:
+    decision, workload = receipt["decision"], receipt["workload"]
+    target = f"{workload['batch']} × ({workload['context']:,} + {workload['output']:,}) tokens"
+    lines = [f"{decision['reason'][0].upper()}{decision['reason'][1:]}.", f"Packs: {decision['activation']}."]
+    candidates = [
+        (
+            row["policy"],
+            "chosen" if row["chosen"] else row["decision"],
+            *(shown(row["metrics"][name]) for name in ("bits", "bytes", "kl", "kl_p99", "itl")),
+            "; ".join(f"{gate['name']} ({gate['detail'] or shown(gate['measured'])})" for gate in row["failed"]) or "–",
+        )
+        for row in receipt["candidates"]
+    ]
+    head = ("policy", "decision", "bits", "bytes ratio", "KL", "KL p99", "ITL ratio", "gates not passed")
+    return [
+        Section("Why", [*lines, f"Target workload: {target}.", _gates(receipt["gates"])]),
+        Section("All candidates", [Table(head, candidates)]),
+    ]
+
+
+def _what(receipt: Mapping[str, Any]) -> list[Section]:
+    policy, tensors = receipt["policy"], receipt["tensors"]
+    shape = tensors["shape"]
+    runs = [
+        (f"{run['first']}–{run['last']}" if run["first"] < run["last"] else str(run["first"]), run["key"], run["value"])
+        for run in policy["quantizers"]
+    ]
+    fields = [
+        ("policy id", policy["id"]),
+        ("sink tokens", shown(policy["sink_tokens"])),
+        ("residual window", shown(policy["residual_window"])),
+        ("block", shown(policy["block"])),
+        ("prefill", policy["prefill"]),
+        ("escalation", shown(policy["escalation"])),
+        ("rollback", shown(policy["rollback"])),
+        ("clipping", policy["clipping"]),
+        ("bits per packed element, scales and headers included", shown(policy["bits_per_element"])),
+        ("packs from", f"{policy['min_length']:,} tokens"),
+        ("certified up to", "any length" if policy["max_length"] is None else f"{policy['max_length']:,} tokens"),
+    ]
+    numbers = f"{shape['layers']} layers × {shape['kv_heads']} KV heads × {shape['head_dim']} channels"
+    reference = (
+        f"Keys and values: {numbers} each, {shape['query_heads']} query heads. Reference dtype: {tensors['dtype']}. "
+        f"Positions: {shown(tensors['positions'])}. RoPE: {shown(tensors['rope'])}."
+    )
+    return [
+        Section("Policy", [Table(("field", "value"), fields), Table(("layers", "keys", "values"), runs)]),
+        Section("Tensors", [reference]),
+    ]
+
+
+def _costs(receipt: Mapping[str, Any]) -> list[Section]:
+    memory = [
+        (
+            shown(row["batch"]),
+            shown(row["tokens"]),
+            *(size(row[name]) for name in ("reference", "ideal", "format", "held")),
+        )
+        for row in receipt["memory"]
+    ]
+    head = ("batch", "tokens", "exact", "ideal codes", "format", "held")
+    latency = receipt["latency"] or {}
+    columns = ["phase", "batch", "context", "generated", "reference_p50_ms", "candidate_p50_ms"]
+    columns += ["reference_p95_ms", "candidate_p95_ms", "ratio", "ratio_low", "ratio_high"]
+    rows = [tuple(shown(row.get(name)) for name in columns) for row in latency.get("rows") or []]
+    even = [
+        (batch, row["verdict"], *(shown(row.get(name)) for name in ("tokens", "low", "high")))
+        for batch, row in sorted((latency.get("break_even") or {}).items(), key=lambda item: int(item[0]))
+    ]
+    extra = [f"{name}: {_flat(latency.get(key))}." for name, key in (
+        ("Capacity", "capacity"), ("Energy", "energy"), ("Noise floor", "noise_floor"), ("Headline", "headline")
+    )]  # fmt: skip
+    escalated = f"Escalated blocks over all evaluated prompts: {shown(receipt['escalated_blocks'])}."
+    table: list[str | Table] = (
+        [Table([c.replace("_", " ") for c in columns], rows)] if rows else [f"Latency: {NOT_MEASURED}."]
+    )
+    table += (
+        [Table(("batch", "break-even", "tokens", "low", "high"), even)] if even else [f"Break-even: {NOT_MEASURED}."]
+    )
+    return [Section("Memory", [Table(head, memory), escalated]), Section("Latency", [*table, *extra])]
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.replace('_', ' ')} {_flat(item)}" for key, item in sorted(value.items()))
+    return shown(value)
+
+
+def _where(receipt: Mapping[str, Any]) -> list[Section]:
+    cells = [
+        (
+            shown(row["layer"]),
+            shown(row["bucket"]),
+            *(shown(row[n]) for n in ("key_cosine", "value_cosine", "kl", "prompt")),
+        )
+        for row in receipt["worst_cells"]
+    ]
+    head = ("layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
+    where: list[str | Table] = [f"Figures: {', '.join(receipt['figures'])}."]
+    return [Section("Worst cells", [Table(head, cells) if cells else "Nothing is packed.", *where])]
+
+
+def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
+    names = (
+        "items",
+        "right",
+        "drifted",
+        "gained",
+        "bound",
+        "status",
+        "needed",
+        "p_value",
+        "kl",
+        "kl_high",
+        "same_top1",
+    )
+    cohorts = [
+        (row["cohort"] + (" (critical)" if row["critical"] else ""), *(_blank(row[name]) for name in names))
+        for row in receipt["cohorts"]
+    ]
+    head = ["cohort", "items", "right", "drifted", "gained", "drift bound", "rule", "needs", "McNemar p"]
+    head += ["KL", "KL high", "same top-1"]
+    changes = [
+        (row["policy"], row["mode"], *(shown(row[name]) for name in ("changed", "drift", "gain")), _flat(row["kinds"]))
+        for row in receipt["changes"]
+    ]
+    logits = f"Logits: {_flat(receipt['logits'])}."
+    recall = [
+        (
+            shown(row["length"]),
+            shown(row["depth"]),
+            *(shown(row[n]) for n in ("items", "reference", "candidate", "kept")),
+        )
+        for row in receipt["recall"]
+    ]
+    table = Table(("policy", "mode", "changed", "drift", "gain", "kinds"), changes)
+    full = "Each one whole: `changed_examples.html`, or data/changed_examples.jsonl."
+    grid = Table(("length", "depth", "items", "reference", "candidate", "kept"), recall)
+    return [
+        Section("Cohorts", [Table(head, cohorts), logits]),
+        Section("Needle recall", [grid if recall else f"{NOT_MEASURED}."]),
+        Section("Changed examples", [table if changes else "No generation changed.", full]),
+    ]
+
+
+def _blank(value: Any) -> str:
+    return "–" if value is None else shown(value)
+
+
+def _safety(receipt: Mapping[str, Any]) -> list[Section]:
+    checks = [
+        (row["name"], shown(row["passed"]), shown(row.get("detail", ""))) for row in receipt["fallback"]["checks"]
+    ]
+    proof: list[str | Table] = [Table(("drill", "passed", "detail"), checks)] if checks else [f"Drill: {NOT_MEASURED}."]
+    exact = receipt["fallback"]["exact"]
+    proof += ["The exact policy through the same runtime:", _gates(exact)] if exact else ["Exact policy: not measured."]
+    alarms = [(row["signal"], shown(row["measured"]), shown(row["alarm_above"])) for row in receipt["alarms"]]
+    engines = [(row["engine"], row["flag"] or "–", row["nearness"], row["note"]) for row in receipt["engines"]]
+    return [
+        Section("Not covered", [Table(("what",), [(line,) for line in receipt["unsupported"]])]),
+        Section("Fallback proof", proof),
+        Section("Rollout alarms", [Table(("signal", "in this evaluation", "alarm above"), alarms)]),
+        Section("Engine flags", [Table(("engine", "nearest setting", "nearness", "note"), engines)]),
+    ]
+
+
+def _provenance(receipt: Mapping[str, Any]) -> list[Section]:
+    facts = [("calibration", _flat(receipt["calibration"]))]
+    facts += [(name.replace("_", " "), _flat(value)) for name, value in sorted((receipt["device"] or {}).items())]
+    facts += [(name, shown(value)) for name, value in sorted((receipt["software"] or {}).items())]
+    hashes = sorted(receipt["hashes"].items())
+    return [
+        Section("Kernels, device and calibration", [Table(("fact", "value"), facts)]),
+        Section("Hashes (sha256)", [Table(("of", "hash"), hashes)]),
+    ]

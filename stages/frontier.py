@@ -1,0 +1,113 @@
+"""Choose the policy that ships; write its receipt, the changed examples and the figures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdrift.config import stage
+
+
+@dataclass(frozen=True)
+class FrontierConfig:
+    profile: dict[str, Any]
+    model: dict[str, Any]
+    corpus: dict[str, Any]
+    gates: dict[str, Any]
+    policies: list[str]
+    manifest: Path
+    preflight: Path
+    calibration: Path
+    plans: Path
+    quantize: Path
+    generate: Path
+    latency: Path
+    drill: Path
+    verdicts: Path
+    hashed: dict[str, list[Path]]
+    """What the receipt binds the evidence to: a name → files and folders."""
+    out: Path
+    changed: Path
+    plots: Path
+
+
+@stage("frontier")
+def main(config: FrontierConfig) -> None:
+    import hashlib
+    import json
+
+    import polars as pl
+
+    from kvdrift.policy import from_dict
+    from kvdrift.report import changed, figures, frontier
+    from kvdrift.report.evidence import read_json
+    from kvdrift.report.receipt import Run, candidate, digest, receipt
+    from kvdrift.report.sections import environment, render
+
+    def of_each(folder: Path) -> dict[str, Any]:
+        return {name: read_json(folder / f"{name}.json") for name in config.policies}
+
+    def write(path: Path, content: object) -> None:
+        path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
+
+    for folder in (config.out, config.plots, config.changed.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    verdicts = list(of_each(config.verdicts).values())
+    latencies, packings = of_each(config.latency), of_each(config.quantize)
+    choice = frontier.choose(verdicts)
+    examples = []
+    for name in config.policies:
+        path = config.generate / f"{name}.parquet"
+        examples += changed.changed_examples(name, pl.read_parquet(path) if path.is_file() else None)
+
+    drawn = {
+        "heatmap": (figures.heatmap_rows(verdicts), figures.draw_heatmap),
+        "recall": (figures.recall_rows(verdicts), figures.draw_recall),
+        "frontier": (frontier.frontier_rows(verdicts, choice), figures.draw_frontier),
+        "latency": (figures.latency_rows(latencies), figures.draw_latency),
+    }
+    for name, (rows, draw) in drawn.items():
+        write(config.plots / f"{name}.json", rows)
+        draw(rows, config.plots / f"{name}.png")
+
+    plan = read_json(config.plans / f"{choice.policy}.json")
+    policy = frontier.EXACT if plan is None else from_dict(plan, choice.policy)
+    even = next((v["metrics"]["even"] for v in verdicts if v["policy"] == choice.policy), None)
+    lengths = [row["tokens"] for row in (packings.get(choice.policy) or {}).get("memory") or []]
+    released = frontier.bound(policy, even, max(lengths, default=None))
+    selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": config.gates}
+    hashes = {name: digest(paths) for name, paths in config.hashed.items()}
+    hashes["config"] = hashlib.sha256(json.dumps(selected, sort_keys=True).encode()).hexdigest()
+    run = Run(
+        verdicts=verdicts,
+        packings=packings,
+        latencies=latencies,
+        drills=of_each(config.drill),
+        manifest=read_json(config.manifest),
+        device=read_json(config.preflight / "device.json"),
+        software=read_json(config.preflight / "software.json"),
+        calibration=read_json(config.calibration / "calibration.json"),
+        changes=changed.change_counts(examples),
+        hashes=hashes,
+        figures=[f"{config.plots}/{name}.png" for name in drawn],
+    )
+    content = receipt(run, choice, released)
+    paths = {"receipt": str(config.out / "receipt.md"), "changed": str(config.out / "changed_examples.html")}
+    paths |= {name: f"{config.plots}/{name}.png" for name in drawn}
+    write(config.out / "policy.json", released.to_dict())
+    write(config.out / "receipt.json", content)
+    write(
+        config.out / "decisions.json",
+        {"decision": content["decision"], "policies": [candidate(v, choice) for v in verdicts], "paths": paths},
+    )
+    (config.out / "receipt.md").write_text(render(content, "receipt.md.jinja"))
+    (config.out / "receipt.html").write_text(render(content, "receipt.html.jinja"))
+    page = environment().get_template("changed.html.jinja").render(rows=examples)
+    (config.out / "changed_examples.html").write_text(page)
+    lines = [json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in examples]
+    config.changed.write_text("".join(lines))
+    print(f"{choice.policy}: {choice.reason}")
+
+
+if __name__ == "__main__":
+    main()

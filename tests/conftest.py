@@ -1,0 +1,50 @@
+"""What several rooms' tests share: a Llama small enough to run anywhere, in float32 and bfloat16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+"""Grouped queries, head_dim unequal to hidden/heads, and weights wide enough that attention isn't flat."""
+
+
+@functools.cache
+def tiny_llama(dtype: str) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import kvdrift.cache.packed  # noqa: F401  (registers the attention function)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY, dtype=dtype)).to(getattr(torch, dtype)).eval()
+    model.set_attn_implementation("kvdrift")
+    return model
+
+
+@pytest.fixture
+def llama() -> Any:
+    """A two-layer Llama in float32 that uses the kvdrift attention function."""
+    return tiny_llama("float32")
+
+
+@pytest.fixture
+def llama_bf16() -> Any:
+    """The same in bfloat16."""
+    return tiny_llama("bfloat16")

@@ -1,0 +1,196 @@
+"""Instantiations of the CUDA kernels that cover every pair of choices, and what each must hold. Shared by the run on
+the host, by the compilation with NVRTC, and by tests/gpu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdrift.kernels import cuda, definition
+from kvdrift.layout import HEADER_BYTES, BlockLayout, block_layout
+from kvdrift.policy import LayerPolicy, Quantizer
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+KEYS = ("channel2", "channel4", "channel8", "token2", "token4", "token8", "fp8", "exact")
+VALUES = ("token2", "token4", "token8", "fp8", "exact")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "key": KEYS,
+    "head_dim": (64, 80, 96, 112, 128, 256),
+    "share": (1, 3, 4, 6, 7, 8),
+    "value": VALUES,
+    "block": (32, 64, 128),
+    "dtype": tuple(DTYPES),
+    "group": (0, 32, 16, 8),
+    "scale": ("float16", "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`group` 0 is a whole row (a block for channel-major keys); others apply where they divide the row."""
+
+    key: str
+    head_dim: int
+    share: int
+    value: str
+    block: int
+    dtype: str
+    group: int
+    scale: str
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def quantizer(self, kind: str) -> Quantizer | None:
+        if kind == "exact":
+            return None
+        if kind.startswith("channel"):
+            return Quantizer("uniform", int(kind[-1]), "channel", self.group or self.block, self.scale)
+        group = self.group if self.group and self.head_dim % self.group == 0 else 0
+        if kind == "fp8":
+            return Quantizer("fp8_e4m3", 8, "token", group, self.scale)
+        return Quantizer("uniform", int(kind[-1]), "token", group, self.scale)
+
+    def layout(self, kv_heads: int = 2) -> BlockLayout:
+        layer = LayerPolicy(self.quantizer(self.key), self.quantizer(self.value))
+        return block_layout(layer, self.block, kv_heads, self.head_dim, self.torch_dtype.itemsize)
+
+
+@lru_cache(maxsize=1)
+def pairwise() -> tuple[Case, ...]:
+    """Cases that hold every pair of choices, greedily: the first ones cover the most pairs."""
+    names = list(CHOICES)
+    open_pairs = {
+        ((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(CHOICES[a], CHOICES[b])
+    }
+    cases = []
+    while open_pairs:
+        seed = dict(min(open_pairs, key=str))
+        for name in (n for n in names if n not in seed):
+            order = {n: i for i, n in enumerate(names)}
+
+            def gain(value: Any, name: str = name, order: dict[str, int] = order) -> int:
+                pairs = (sorted([(name, value), item], key=lambda pair: order[pair[0]]) for item in seed.items())
+                return sum(tuple(pair) in open_pairs for pair in pairs)
+
+            values = CHOICES[name]
+            start = len(cases) % len(values)
+            seed[name] = max(values[start:] + values[:start], key=gain)
+        case = Case(**seed)
+        cases.append(case)
+        items = [(name, getattr(case, name)) for name in names]
+        open_pairs -= set(combinations(items, 2))
+    return tuple(cases)
+
+
+def awkward_blocks(case: Case, kv_heads: int, seed: int = 0) -> Tensor:
+    """Blocks [blocks, kv_heads, block, head_dim] of what breaks quantizers, one kind a block; strides as in a model."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = case.torch_dtype
+    x = torch.randn(11, case.block, kv_heads, case.head_dim, generator=generator)
+    x[1, ..., 7] *= 50  # an outlier channel
+    x[2] = torch.randint(0, 8, x[2].shape, generator=generator) / 2  # halves: ties in rounding
+    x[3] = 0.0
+    x[4, :, 0] = -0.3125  # a constant
+    x[5] = torch.where(x[5] > 0, 60000.0, -60000.0)  # a span that float16 can't hold
+    x[6] *= torch.finfo(dtype).smallest_normal * 8  # subnormals and scales that vanish
+    x[7] *= 1e-7
+    x[8, 3, 1, 5] = float("nan")
+    x[9, 2, 0, 1] = float("inf")
+    x[10] = torch.where(x[10].abs() < 0.1, -0.0, x[10] * torch.finfo(dtype).max / 8)
+    return x.to(dtype).transpose(1, 2)
+
+
+def check_pages(case: Case, device: str) -> None:
+    """seal, unseal and checksum equal the definition's on a CPU, byte for byte."""
+    layout = case.layout()
+    keys, values = awkward_blocks(case, 2), awkward_blocks(case, 2, seed=1)
+    pages = torch.randperm(12, generator=torch.Generator().manual_seed(2))[: len(keys)].int()
+    blank = torch.full((12, layout.page_bytes), 0xA5, dtype=torch.uint8)
+    expected, sealed = blank.clone(), blank.to(device)
+    fits = definition.seal(keys, values, layout, expected, pages)
+    got = cuda.seal(keys.to(device), values.to(device), layout, sealed, pages.to(device))
+    assert torch.equal(got.cpu(), fits)
+    assert torch.equal(sealed[:, :HEADER_BYTES].cpu(), blank[:, :HEADER_BYTES])
+    assert fits.any()
+    kept = pages[fits]
+    wrong = (sealed.cpu()[kept.long()] != expected[kept.long()]).nonzero()
+    assert not len(wrong), f"first wrong (block, byte): {wrong[:4].tolist()}, of {len(wrong)}"
+
+    arena = expected.to(device)
+    for ours, meant in zip(
+        cuda.unseal(layout, arena, kept.to(device), case.torch_dtype),
+        definition.unseal(layout, expected, kept, case.torch_dtype),
+        strict=True,
+    ):
+        assert torch.equal(ours.cpu().view(torch.int32), meant.contiguous().view(torch.int32))
+    assert torch.equal(cuda.checksum(arena, kept.to(device)).cpu(), definition.checksum(expected, kept))
+
+
+def check_attention(case: Case, device: str, queries: int = 2, blocks: int = 3, capacity: int = 40) -> None:
+    """decode_attention against float64 over the decoded values: short and absent blocks, ragged exact tails."""
+    kv_heads, sequences, dtype = 2, 2, case.torch_dtype
+    layout = case.layout(kv_heads)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    keys = normal(blocks + 1, kv_heads, case.block, case.head_dim)
+    keys[..., 7] *= 8
+    values = normal(blocks + 1, kv_heads, case.block, case.head_dim) + 1
+    arena = torch.zeros(blocks + 1, layout.page_bytes, dtype=torch.uint8)
+    definition.seal(keys.to(dtype), values.to(dtype), layout, arena, torch.arange(blocks + 1).int())
+    pages = torch.stack([torch.arange(blocks, 0, -1), torch.arange(blocks)]).int()
+    tokens = torch.full((sequences, blocks), case.block, dtype=torch.int32)
+    tokens[1, -1] = case.block - 5
+    tokens[1, 0], pages[1, 0] = 0, -1
+    exact = [normal(sequences, capacity, kv_heads, case.head_dim).to(dtype).transpose(1, 2) for _ in range(2)]
+    lengths = torch.tensor([capacity, queries], dtype=torch.int32)
+    for tensor in exact:
+        tensor[1, :, queries:] = float("nan")  # beyond the length: must not be read
+    query = normal(sequences, queries, kv_heads * case.share, case.head_dim).to(dtype).transpose(1, 2)
+    scaling = case.head_dim**-0.5
+
+    args = (arena, pages, tokens, *exact, lengths)
+    out = cuda.decode_attention(query.to(device), layout, *(arg.to(device) for arg in args), scaling)
+    meant, logits = attention64(query, layout, *args, scaling)
+    assert out.dtype == dtype
+    assert out.shape == query.shape
+    # TF32 products of numbers split in two leave 2⁻²¹ of each logit; then one rounding to the output's dtype
+    largest = meant.abs().amax()
+    bound = largest * (2**-20 * (8 + logits) + torch.finfo(dtype).eps / 2)
+    assert (out.cpu().double() - meant).abs().amax() <= bound
+
+
+def attention64(
+    query: Tensor, layout: BlockLayout, arena: Tensor, pages: Tensor, tokens: Tensor,
+    exact_keys: Tensor, exact_values: Tensor, exact_lengths: Tensor, scaling: float,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """Attention in float64 over decoded values, sequence by sequence, and the largest logit."""
+    out = torch.empty(query.shape, dtype=torch.float64)
+    largest, share, queries = 0.0, query.shape[1] // layout.kv_heads, query.shape[2]
+    for s in range(len(query)):
+        parts = []
+        for page, count in zip(pages[s], tokens[s].tolist(), strict=True):
+            if count:
+                parts.append([x[0, :, :count] for x in definition.unseal(layout, arena, page[None], query.dtype)])
+        length = int(exact_lengths[s])
+        parts.append([exact_keys[s, :, :length], exact_values[s, :, :length]])
+        keys, values = (torch.cat([part[i].double() for part in parts], dim=1) for i in range(2))
+        for head in range(query.shape[1]):
+            for i in range(queries):
+                seen = keys.shape[1] - (queries - 1 - i)
+                logits = keys[head // share, :seen] @ query[s, head, i].double() * scaling
+                out[s, head, i] = logits.softmax(0) @ values[head // share, :seen]
+                largest = max(largest, float(logits.abs().max()))
+    return out, largest

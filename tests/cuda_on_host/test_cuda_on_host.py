@@ -1,0 +1,79 @@
+"""The .cu sources, compiled unmodified by the host's compiler, against the definition.
+
+`pytest tests/cuda_on_host` runs the cases that cover the most pairs of choices; `-m slow` the rest of the pairs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_cases import Case, attention64, check_attention, check_pages, pairwise
+from cuda_host import run_on_host
+
+from kvdrift.kernels import cuda, definition
+
+FAST = 10
+CASES = [pytest.param(case, id=str(case), marks=[] if i < FAST else pytest.mark.slow) for i, case in enumerate(pairwise())]
+
+
+@pytest.fixture(autouse=True)
+def _host(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_host(monkeypatch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pages_equal_the_definition_bit_for_bit(case: Case) -> None:
+    """CASES 4, 5, 6 and 13: ties, constants, spans beyond float16, an outlier channel, subnormals, NaN and Inf."""
+    check_pages(case, "cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_as_good_as_float32(case: Case) -> None:
+    check_attention(case, "cpu")
+
+
+KIVI4 = Case("channel4", 64, 3, "token4", 64, "float32", 32, "float16")
+
+
+def test_attention_of_many_queries() -> None:
+    """16 query tokens take several row tiles, and each sees one token more than the one before."""
+    check_attention(KIVI4, "cpu", queries=16, blocks=1)
+
+
+@pytest.mark.parametrize("blocks", [1, 128])
+def test_attention_error_does_not_grow_with_length(blocks: int) -> None:
+    """CASES 10: from 64 to 8,192 tokens, one bound."""
+    layout = KIVI4.layout(kv_heads=1)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(blocks, 1, 64, 64, generator=generator) for _ in range(2))
+    arena = torch.zeros(blocks, layout.page_bytes, dtype=torch.uint8)
+    pages = torch.arange(blocks).int()
+    definition.seal(keys, values, layout, arena, pages)
+    tail = [torch.randn(1, 1, 1, 64, generator=generator) for _ in range(2)]
+    query = torch.randn(1, 3, 1, 64, generator=generator)
+    args = (arena, pages[None], torch.full((1, blocks), 64).int(), *tail, torch.ones(1).int(), 0.125)
+    out = cuda.decode_attention(query, layout, *args)
+    meant, _ = attention64(query, layout, *args)
+    assert (out.double() - meant).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_attention_without_packed_blocks(blocks: int) -> None:
+    """No blocks, or only absent ones: the exact tail alone."""
+    layout = KIVI4.layout()
+    pages, tokens = torch.full((1, blocks), -1).int(), torch.zeros(1, blocks).int()
+    arena = torch.zeros(0, layout.page_bytes, dtype=torch.uint8)
+    tail = [torch.randn(1, 2, 100, 64) for _ in range(2)]
+    query = torch.randn(1, 6, 1, 64)
+    args = (arena, pages, tokens, *tail, torch.tensor([99]).int(), 0.125)
+    out = cuda.decode_attention(query, layout, *args)
+    assert (out.double() - attention64(query, layout, *args)[0]).abs().max() < 2e-6
+
+
+def test_no_blocks_to_seal() -> None:
+    layout = KIVI4.layout()
+    arena, none = torch.zeros(1, layout.page_bytes, dtype=torch.uint8), torch.zeros(0).int()
+    empty = torch.zeros(0, 2, 64, 64)
+    assert cuda.seal(empty, empty, layout, arena, none).shape == (0,)
+    assert cuda.unseal(layout, arena, none, torch.float32)[0].shape == (0, 2, 64, 64)
+    assert cuda.checksum(arena, none).shape == (0,)

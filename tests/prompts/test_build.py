@@ -1,0 +1,182 @@
+"""python -m pytest tests/prompts/test_build.py"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from kvdrift.prompts.build import build, prefix_tokens
+from kvdrift.prompts.graders import GRADERS, grade
+from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt, PromptError, from_frame, to_frame
+from kvdrift.prompts.spec import CorpusSpec
+
+POSITIONS = 512
+
+
+@pytest.fixture(params=["smoke", "laptop"])
+def prompts(request: pytest.FixtureRequest) -> list[Prompt]:
+    return request.getfixturevalue(request.param)
+
+
+def test_equal_arguments_give_equal_prompts_and_another_seed_gives_others(tokenizer, smoke, load_spec, corpus):
+    assert build(tokenizer, load_spec("smoke"), corpus, POSITIONS, seed=0) == smoke
+    others = build(tokenizer, load_spec("smoke"), corpus, POSITIONS, seed=1)
+    assert [prompt.id for prompt in others] == [prompt.id for prompt in smoke]
+    planted = [(a.tokens, b.tokens) for a, b in zip(smoke, others, strict=True) if a.task]
+    assert all(a != b for a, b in planted)
+
+
+def test_ids_are_unique_and_lengths_exact(prompts):
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    for prompt in prompts:
+        assert len(prompt.tokens) == len(prompt.roles)
+        assert len(prompt.tokens) % 16 == 0
+        assert f"-{len(prompt.tokens):05d}-" in prompt.id
+        assert prompt.task == "" or prompt.task in GRADERS
+
+
+def test_batches_are_rectangular_and_not_too_large(prompts):
+    batches = defaultdict(list)
+    for prompt in prompts:
+        batches[prompt.batch].append(prompt)
+    for batch in batches.values():
+        assert len(batch) <= 12
+        alike = {(p.cohort, p.split, len(p.tokens), len(p.continuation), p.max_new_tokens) for p in batch}
+        assert len(alike) == 1
+
+
+def test_continuations_hold_the_answer_and_end_in_padding(smoke, tokenizer):
+    for prompt in smoke:
+        eos = tokenizer.eos_token_id
+        assert all(token == eos for token in prompt.continuation[prompt.scored :])
+        assert (prompt.task == "") == (prompt.answer == "")
+
+
+def test_the_gold_text_holds_the_answer(laptop, tokenizer):
+    cut = [prompt for prompt in laptop if prompt.scored == len(prompt.continuation)]
+    for prompt in laptop:
+        if prompt.task not in ("", "refusal") and prompt not in cut:
+            said = tokenizer.decode(prompt.continuation[: prompt.scored - 1])
+            assert grade(prompt.task, said, prompt.answer).correct
+
+
+def test_free_text_continues_as_its_source_does(smoke, tokenizer, corpus):
+    source = (corpus / "python.txt").read_text() + (corpus / "c.txt").read_text()
+    code = next(prompt for prompt in smoke if prompt.cohort == "code" and prompt.split == EVALUATION)
+    assert tokenizer.decode([*code.tokens, *code.continuation]) in source
+
+
+def test_critical_items_ask_early(laptop):
+    for prompt in laptop:
+        if prompt.cohort in ("needle", "copy", "tool_arguments"):
+            assert prompt.roles.index("needle") < len(prompt.tokens) / 2
+
+
+def test_the_needle_lies_at_its_depth_and_holds_the_answer(prompts, tokenizer):
+    grid = [prompt for prompt in prompts if prompt.cohort == "needle_grid"]
+    assert grid
+    for prompt in grid:
+        start = prompt.roles.index("needle")
+        before = prompt.roles[:start].count("filler")
+        assert before / prompt.roles.count("filler") == pytest.approx(prompt.depth, abs=0.03)
+        fact = [token for token, role in zip(prompt.tokens, prompt.roles, strict=True) if role == "needle"]
+        assert prompt.answer in tokenizer.decode(fact)
+
+
+def test_the_grid_plants_the_same_content_everywhere(prompts):
+    grid = [prompt for prompt in prompts if prompt.cohort == "needle_grid"]
+    assert len({prompt.answer for prompt in grid}) == 1
+    assert len({(len(prompt.tokens), prompt.depth) for prompt in grid}) == len(grid)
+
+
+def test_calibration_and_evaluation_share_no_32_tokens(laptop):
+    def runs(split: str) -> set[tuple[int, ...]]:
+        # template text is the same everywhere, so it is left out
+        texts = (
+            [*(t for t, r in zip(p.tokens, p.roles, strict=True) if r != "template"), *p.continuation]
+            for p in laptop
+            if p.split == split
+        )
+        # a token is one byte here, about a quarter of a real one
+        return {tuple(text[i : i + 96]) for text in texts for i in range(len(text) - 95)}
+
+    assert not runs(EVALUATION) & runs(CALIBRATION)
+
+
+def test_a_frame_and_a_parquet_file_keep_every_prompt(smoke, tmp_path):
+    frame = to_frame(smoke)
+    assert from_frame(frame) == smoke
+    frame.write_parquet(tmp_path / "prompts.parquet")
+    assert_frame_equal(pl.read_parquet(tmp_path / "prompts.parquet"), frame)
+    assert from_frame(to_frame([])) == []
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(tokenizer, load_spec, corpus):
+    with pytest.raises(PromptError, match=r"tool_arguments asks for a prefix of 320 .* 17 more .* 320 positions"):
+        build(tokenizer, load_spec("smoke"), corpus, 320, seed=0)
+
+
+def test_a_prompt_too_short_for_its_question_is_refused(tokenizer, load_spec, corpus):
+    spec = load_spec("smoke")
+    short = replace(spec, cohorts={"needle": replace(spec.cohorts["needle"], prompts={32: 1})})
+    with pytest.raises(PromptError, match=r"needle-00032-00 needs \d+ tokens before any filler"):
+        build(tokenizer, short, corpus, POSITIONS, seed=0)
+
+
+def test_the_longest_prompts_leave_room_for_the_answer(load_spec):
+    assert load_spec("laptop").prefix_lengths(8192)["needle_grid"][-1] == 7936
+
+
+def test_the_laptop_corpus_keeps_to_its_budget(load_spec):
+    lengths = load_spec("laptop").prefix_lengths(8192)
+    assert sum(map(sum, lengths.values())) <= 95_000
+    assert all(len(lengths[cohort]) == 36 for cohort in ("needle", "copy", "tool_arguments"))
+
+
+def test_prefix_tokens_agree_with_the_specification(smoke, load_spec):
+    assert prefix_tokens(smoke) == sum(map(sum, load_spec("smoke").prefix_lengths(POSITIONS).values()))
+
+
+def test_a_chat_template_frames_every_message_and_ends_with_the_assistants_header(chat_tokenizer, load_spec, corpus):
+    tokenizer = chat_tokenizer
+    prompts = build(tokenizer, load_spec("smoke"), corpus, POSITIONS, seed=0)
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.tokens)
+        if prompt.task:
+            assert text.endswith("</>\n<assistant>")
+            assert set(prompt.roles[-11:]) == {"template"}
+    call = next(prompt for prompt in prompts if prompt.cohort == "tool_arguments")
+    assert {"template", "system", "user", "assistant", "needle", "filler"} <= set(call.roles)
+    assert "⁂" not in "".join(tokenizer.decode(prompt.tokens) for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", ["smoke", "laptop", "full"])
+def test_the_committed_specifications_are_valid(name, load_spec):
+    assert load_spec(name).batch_size >= 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batchsize": 3}, "unknown key 'batchsize'; allowed: batch_size"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"cohorts": {"nedle": {}}}, "unknown cohort 'nedle'; allowed: .*needle"),
+        ({"cohorts": {"needle": {"prompts": {100: 1}, "continuation": 17}}}, "length 100; allowed: .* multiples of 16"),
+        ({"cohorts": {"needle": {"prompts": {128: "x"}, "continuation": 17}}}, "'x'; it must be an integer"),
+        ({"cohorts": {"needle": {"continuation": 17}}}, "lacks 'prompts'"),
+        ({"needle_grid": {"depths": {128: [1.5]}, "continuation": 17, "max_new_tokens": 8}}, "holds 1.5"),
+    ],
+)
+def test_a_wrong_specification_is_named(change, message):
+    raw = {
+        "batch_size": 4,
+        "answer_room": 64,
+        "cohorts": {"needle": {"prompts": {128: 1}, "continuation": 17, "max_new_tokens": 8}},
+        "needle_grid": {"depths": {128: [0.5], "max": [0.5]}, "continuation": 17, "max_new_tokens": 8},
+        "calibration": {"code": {"prompts": {128: 1}, "continuation": 17}},
+    }
+    CorpusSpec.from_dict(raw)
+    with pytest.raises(PromptError, match=message):
+        CorpusSpec.from_dict(raw | change)

@@ -1,0 +1,170 @@
+"""The verdict and frontier stages as dvc runs them, on a made-up run. `python -m pytest tests/report/test_stages.py`"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from tests.report.conftest import Run
+
+ROOT = Path(__file__).parent.parent.parent
+PLOTS = ("heatmap", "recall", "frontier", "latency")
+
+
+def stage(run: Run, name: str, *overrides: str) -> str:
+    command = [sys.executable, str(ROOT / "stages" / f"{name}.py"), *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=run.root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def finish(run: Run, policies: list[str] | None = None) -> str:
+    """Every verdict, then the frontier."""
+    for name in run.policies:
+        stage(run, "verdict", f"plan={name}", "gates=laptop")
+    for folder in ("kvdrift/quantizers", "kvdrift/kernels", "kvdrift/cache", "stages"):
+        (run.root / folder).mkdir(parents=True, exist_ok=True)
+        (run.root / folder / "code.py").write_text("pass\n")
+    return stage(run, "frontier", f"policies=[{','.join(policies or run.policies)}]")
+
+
+def read(run: Run, path: str) -> Any:
+    return json.loads((run.root / path).read_text())
+
+
+def written(run: Run) -> dict[str, bytes]:
+    folders = [run.root / name for name in ("data/release", "data/verdict", "metrics", "plots")]
+    files = [path for folder in folders for path in folder.iterdir()] + [run.root / "data/changed_examples.jsonl"]
+    return {path.relative_to(run.root).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def finished(run: Run) -> Run:
+    finish(run)
+    return run
+
+
+def test_the_accepted_candidate_ships_from_its_break_even_up_to_what_was_evaluated(finished: Run) -> None:
+    policy = read(finished, "data/release/policy.json")
+    assert (policy["name"], policy["min_length"], policy["max_length"]) == ("kivi4", 1600, 8128)
+    decisions = read(finished, "data/release/decisions.json")
+    assert {row["policy"]: row["decision"] for row in decisions["policies"]} == {
+        "exact": "fallback",
+        "kivi4": "accept",
+        "kivi2": "reject",
+    }
+    for path in decisions["paths"].values():
+        assert (finished.root / path).is_file()
+
+
+def test_the_receipt_opens_with_the_decision_and_its_gates(finished: Run) -> None:
+    lines = (finished.root / "data/release/receipt.md").read_text().splitlines()
+    assert lines[0] == "# Decision: ship kivi4 on tiny"
+    assert lines[2] == "## Why"
+    assert "| gate | measured | limit | status | detail |" in lines[:14]
+    for title in (
+        "Policy",
+        "Tensors",
+        "Memory",
+        "Latency",
+        "Worst cells",
+        "Cohorts",
+        "Changed examples",
+        "Not covered",
+    ):
+        assert f"## {title}" in lines
+    for title in ("Fallback proof", "Rollout alarms", "Engine flags", "Hashes (sha256)"):
+        assert f"## {title}" in lines
+    widths = {line.count("|") - line.count("\\|") for line in lines if line.startswith("| kivi")}
+    assert len(widths) <= 2
+    page = (finished.root / "data/release/receipt.html").read_text()
+    assert "<h1>Decision: ship kivi4 on tiny</h1>" in page
+
+
+def test_every_threshold_stands_beside_its_figure(finished: Run) -> None:
+    receipt = read(finished, "data/release/receipt.json")
+    assert {"name", "measured", "limit", "sense", "status", "passed", "detail"} == set(receipt["gates"][0])
+    assert len(receipt["gates"]) == 15
+    assert set(receipt["hashes"]) == {"weights", "prompts", "reference", "config", "code", "kernels"}
+    target = next(row for row in receipt["memory"] if row["target"])
+    assert (target["tokens"], target["held"]) == (4160, None)
+    assert target["ideal"] < target["format"] < target["reference"]
+
+
+def test_changed_examples_are_kept_whole_and_shown_escaped(finished: Run) -> None:
+    lines = (finished.root / "data/changed_examples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {(row["policy"], row["mode"]) for row in rows} == {
+        (p, m) for p in ("kivi4", "kivi2") for m in ("greedy", "sampled")
+    }
+    assert rows[0]["output_reference"] == "It is <b>12345</b>."
+    assert (rows[0]["cohort"], rows[0]["changed"], rows[0]["position"]) == ("copy", "other", 320)
+    page = (finished.root / "data/release/changed_examples.html").read_text()
+    assert "It is &lt;b&gt;12345&lt;/b&gt;." in page
+
+
+def test_two_runs_write_the_same_bytes(finished: Run) -> None:
+    before = written(finished)
+    finish(finished)
+    assert written(finished) == before
+    assert {name for name in before if name.startswith("plots/")} == {
+        f"plots/{p}.{e}" for p in PLOTS for e in ("json", "png")
+    }
+
+
+def test_a_policy_no_longer_listed_leaves_no_trace(finished: Run) -> None:
+    stage(finished, "frontier", "policies=[exact,kivi2]")
+    texts = {name: content for name, content in written(finished).items() if name.split("/")[0] != "metrics"}
+    for name, content in texts.items():
+        assert b"kivi4" not in content or name.startswith("data/verdict/"), name
+    assert (finished.root / "data/release/receipt.md").read_text().startswith("# Decision: stay exact on tiny")
+    assert read(finished, "data/release/policy.json")["name"] == "exact"
+
+
+def test_a_run_that_measured_nothing_ships_nothing(run: Run) -> None:
+    for folder in ("quantize", "logits", "generate", "latency", "drill", "preflight", "calibration"):
+        for path in (run.root / "data" / folder).iterdir():
+            path.unlink()
+    out = finish(run)
+    assert "does not restore the reference path" in out
+    text = (run.root / "data/release/receipt.md").read_text()
+    assert text.startswith("# Decision: ship nothing on tiny")
+    assert "not measured" in text
+
+
+def test_a_model_that_gets_nothing_right_keeps_the_exact_cache(run: Run) -> None:
+    for name in run.policies:
+        path = run.path("generate", f"{name}.parquet")
+        frame = pl.read_parquet(path).with_columns(correct=pl.lit(False), correct_reference=pl.lit(False))
+        frame.write_parquet(path)
+    finish(run)
+    assert read(run, "metrics/kivi4.json")["recall"] is None
+    assert (run.root / "data/release/receipt.md").read_text().startswith("# Decision: stay exact on tiny")
+
+
+def test_show_prints_a_table_of_at_most_120_columns(finished: Run) -> None:
+    command = [sys.executable, "-m", "kvdrift.report.show"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=finished.root, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("kivi4") and "chosen" in line for line in lines)
+    assert "receipt   data/release/receipt.md" in lines
+    nowhere = subprocess.run(command, cwd=finished.root / "plots", env=environment, capture_output=True, text=True)
+    assert nowhere.returncode == 1
+    assert "dvc repro" in nowhere.stderr
+
+
+def test_neither_stage_imports_torch() -> None:
+    script = (
+        "import sys; import kvdrift.report.frontier, kvdrift.report.verdict, kvdrift.report.figures, "
+        "kvdrift.report.receipt, kvdrift.report.sections, kvdrift.report.changed; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -1,0 +1,281 @@
+"""Every gate of a verdict, passing and failing. `python -m pytest tests/report/test_verdict.py`"""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import polars as pl
+import pytest
+
+from kvdrift.report.evidence import Evidence
+from kvdrift.report.limits import Limits
+from kvdrift.report.verdict import NEVER, break_even, judge
+from tests.report.conftest import LIMITS, Run, latency
+
+Spoil = Callable[..., Evidence]
+
+
+def gates(verdict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {gate["name"]: gate for gate in verdict["gates"]}
+
+
+def failed(verdict: dict[str, Any]) -> list[str]:
+    return [gate["name"] for gate in verdict["gates"] if not gate["passed"]]
+
+
+def test_a_healthy_candidate_is_accepted(run: Run) -> None:
+    verdict = judge(run.evidence("kivi4"), LIMITS)
+    assert failed(verdict) == []
+    assert verdict["decision"] == "accept"
+    assert verdict["worst_cell"]["layer"] == 2
+    json.dumps(verdict, allow_nan=False)
+
+
+def test_metrics_are_ten_or_so_numbers(run: Run) -> None:
+    metrics = judge(run.evidence("kivi4"), LIMITS)["metrics"]
+    assert list(metrics) == "accepted bits bytes kl kl_p99 top1 min_cos drift recall itl even".split()  # noqa: SIM905
+    assert all(isinstance(value, int | float) for value in metrics.values())
+    assert (metrics["accepted"], metrics["drift"], metrics["even"]) == (1, 0, 1600)
+
+
+def test_the_exact_policy_is_the_fallback_and_saves_nothing(run: Run) -> None:
+    verdict = judge(run.evidence("exact"), LIMITS)
+    assert failed(verdict) == []
+    assert verdict["decision"] == "fallback"
+    assert gates(verdict)["bytes ratio"]["status"] == "not applicable"
+    assert verdict["metrics"]["kl"] == 0.0
+
+
+def test_an_exact_policy_that_differs_from_the_reference_is_rejected(run: Run) -> None:
+    evidence = run.evidence("exact")
+    assert evidence.logits is not None
+    spoiled = replace(evidence, logits=evidence.logits.with_columns(kl=pl.lit(1e-6)))
+    assert failed(judge(spoiled, LIMITS)) == ["kl max"]
+    changed = run.evidence("kivi4").generations
+    assert failed(judge(replace(evidence, generations=changed), LIMITS)) == ["changed generations"]
+
+
+MISSING = {
+    "packing": ["reconciled"],
+    "errors": ["cell cos", "saturated"],
+    "logits": ["kl", "kl p99", "cohort kl", "same top-1"],
+    "cells": ["cell kl"],
+    "generations": ["drift in copy", "drift in needle", "drift in tool_arguments", "needle recall"],
+    "latency": ["peak ratio", "p95 ratio"],
+    "drill": ["drill"],
+}
+
+
+def test_missing_covers_all_evidence() -> None:
+    assert set(MISSING) == {field.name for field in fields(Evidence)} - {"policy", "shape"}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_case_12_what_was_never_measured_fails_by_name(what: str, spoiled: Spoil) -> None:
+    verdict = judge(spoiled(**{what: None}), LIMITS)
+    assert failed(verdict) == MISSING[what]
+    assert verdict["decision"] == "reject"
+    json.dumps(verdict, allow_nan=False)
+
+
+@pytest.mark.parametrize("what", ["errors", "logits", "cells", "generations"])
+def test_case_12_an_empty_table_fails_like_a_missing_one(what: str, spoiled: Spoil) -> None:
+    empty = getattr(spoiled(), what).clear()
+    assert failed(judge(spoiled(**{what: empty}), LIMITS)) == MISSING[what]
+
+
+@pytest.mark.parametrize("column", ["kl", "same_top1"])
+def test_case_12_a_null_among_the_scored_tokens_fails(column: str, spoiled: Spoil) -> None:
+    frame = spoiled().logits
+    assert frame is not None
+    nulled = pl.when(pl.int_range(pl.len()) == 3).then(None).otherwise(pl.col(column)).alias(column)
+    assert failed(judge(spoiled(logits=frame.with_columns(nulled)), LIMITS))
+
+
+@pytest.mark.parametrize("column", ["correct", "correct_reference"])
+def test_case_12_a_generation_that_was_not_graded_fails_its_cohort(column: str, spoiled: Spoil) -> None:
+    frame = spoiled().generations
+    assert frame is not None
+    first = pl.int_range(pl.len()).over("cohort", "mode") == 0
+    nulled = pl.when(first & pl.col("cohort").is_in(["copy", "needle_grid"])).then(None).otherwise(pl.col(column))
+    verdict = judge(spoiled(generations=frame.with_columns(nulled.alias(column))), LIMITS)
+    assert failed(verdict) == ["drift in copy", "needle recall"]
+
+
+@pytest.mark.parametrize(("column", "gate"), [("cosine", "cell cos"), ("saturated", "saturated")])
+def test_case_12_a_null_among_the_tensor_errors_fails(column: str, gate: str, spoiled: Spoil) -> None:
+    frame = spoiled().errors
+    assert frame is not None
+    nulled = pl.when(pl.int_range(pl.len()) == 3).then(None).otherwise(pl.col(column)).alias(column)
+    assert failed(judge(spoiled(errors=frame.with_columns(nulled)), LIMITS)) == [gate]
+
+
+def test_case_12_nan_in_one_cell_is_named(spoiled: Spoil) -> None:
+    here = (pl.col("layer") == 1) & (pl.col("bucket") == 512)
+    cells, errors = spoiled().cells, spoiled().errors
+    assert cells is not None
+    assert errors is not None
+    nan = pl.when(here).then(float("nan"))
+    verdict = judge(spoiled(cells=cells.with_columns(kl=nan.otherwise(pl.col("kl")))), LIMITS)
+    assert gates(verdict)["cell kl"]["detail"] == "not measured in layer 1 at 512"
+    verdict = judge(spoiled(errors=errors.with_columns(cosine=nan.otherwise(pl.col("cosine")))), LIMITS)
+    assert gates(verdict)["cell cos"]["detail"] == "not measured in layer 1 at 512"
+
+
+def test_a_cell_that_only_one_probe_reaches_counts_and_one_that_none_reaches_fails(spoiled: Spoil) -> None:
+    cells = spoiled().cells
+    assert cells is not None
+    short = cells.filter(pl.col("bucket") < 2048)
+    gate = gates(judge(spoiled(cells=short), LIMITS))["cell kl"]
+    assert gate["detail"] == "not measured in layer 0 at 2,048 and 2 more cells"
+
+
+def test_the_cell_beyond_its_gate_is_named_with_its_prompt(spoiled: Spoil) -> None:
+    here = (pl.col("layer") == 1) & (pl.col("bucket") == 2048)
+    cells, errors = spoiled().cells, spoiled().errors
+    assert cells is not None
+    assert errors is not None
+    bad = cells.with_columns(kl=pl.when(here & pl.col("kl").is_not_null()).then(0.2).otherwise(pl.col("kl")))
+    verdict = judge(spoiled(cells=bad), LIMITS)
+    assert failed(verdict) == ["cell kl"]
+    assert gates(verdict)["cell kl"]["detail"] == "worst in layer 1 at 2,048, on prompt needle_grid-1"
+    assert (verdict["worst_cell"]["layer"], verdict["worst_cell"]["bucket"]) == (1, 2048)
+    values = here & (pl.col("tensor") == "value")
+    bad = errors.with_columns(cosine=pl.when(values).then(0.9).otherwise(pl.col("cosine")))
+    assert gates(judge(spoiled(errors=bad), LIMITS))["cell cos"]["detail"] == "worst in layer 1 at 2,048"
+
+
+def test_savings_on_paper_are_none(run: Run, spoiled: Spoil) -> None:
+    assert failed(judge(spoiled(), replace(LIMITS, max_bytes_ratio=0.2))) == ["bytes ratio"]
+    packing = json.loads(run.path("quantize", "kivi4.json").read_text())
+    packing["memory"][0]["held_bytes"] += 1
+    gate = gates(judge(spoiled(packing=packing), LIMITS))["reconciled"]
+    assert (gate["passed"], gate["measured"]) == (False, 0.5)
+    assert "held" in gate["detail"]
+    assert failed(judge(spoiled(packing=packing | {"memory": []}), LIMITS)) == ["reconciled"]
+    assert failed(judge(spoiled(packing=packing | {"memory": packing["memory"][1:], "reconciled": False}), LIMITS))
+
+
+def test_case_8_a_peak_above_the_reference_is_no_saving(spoiled: Spoil) -> None:
+    found = latency()
+    found["headline"]["peak_bytes"] = 150
+    assert failed(judge(spoiled(latency=found), LIMITS)) == ["peak ratio"]
+
+
+def test_a_regressing_p95_fails_with_its_figures(spoiled: Spoil) -> None:
+    found = latency()
+    found["headline"] |= {"p95_ms": 66.0, "p95_ratio": 1.1}
+    gate = gates(judge(spoiled(latency=found), LIMITS))["p95 ratio"]
+    assert (gate["passed"], gate["detail"]) == (False, "60 ms to 66 ms")
+
+
+def test_a_p95_of_another_workload_is_not_measured(spoiled: Spoil) -> None:
+    found = latency() | {"workload": {"batch": 1, "context": 512, "output": 64}}
+    gate = gates(judge(spoiled(latency=found), LIMITS))["p95 ratio"]
+    assert gate["measured"] is None
+    assert "the target workload is" in gate["detail"]
+
+
+def drifting(spoiled: Spoil, cohort: str, lost: int, right: int = 32) -> Evidence:
+    """The first `lost` greedy items of a cohort turn wrong; the reference gets only `right` of them right."""
+    frame = spoiled().generations
+    assert frame is not None
+    number = pl.col("prompt").str.extract(r"(\d+)$").cast(pl.Int64)
+    here = (pl.col("cohort") == cohort) & (pl.col("mode") == "greedy")
+    frame = frame.with_columns(
+        correct=pl.col("correct") & ~(here & (number < lost)),
+        correct_reference=pl.col("correct_reference") & ~(here & (number >= right)),
+    )
+    return spoiled(generations=frame)
+
+
+def test_a_critical_cohort_fails_or_is_inconclusive_and_neither_passes(spoiled: Spoil) -> None:
+    verdict = judge(drifting(spoiled, "copy", 5), LIMITS)
+    assert failed(verdict) == ["drift in copy"]
+    assert gates(verdict)["drift in copy"]["status"] == "fail"
+    assert verdict["metrics"]["drift"] == 5
+    row = next(row for row in verdict["cohorts"] if row["cohort"] == "copy")
+    assert (row["drifted"], row["right"], row["critical"]) == (5, 32, True)
+    verdict = judge(drifting(spoiled, "copy", 0, right=20), LIMITS)
+    assert failed(verdict) == ["drift in copy"]
+    gate = gates(verdict)["drift in copy"]
+    assert gate["status"] == "inconclusive"
+    assert gate["detail"].endswith("needs 9 more without a drift")
+
+
+def test_a_model_that_gets_nothing_right_is_inconclusive_and_rejected(spoiled: Spoil) -> None:
+    frame = spoiled().generations
+    assert frame is not None
+    wrong = frame.with_columns(correct=pl.lit(False), correct_reference=pl.lit(False))
+    verdict = judge(spoiled(generations=wrong), LIMITS)
+    assert failed(verdict) == ["drift in copy", "drift in needle", "drift in tool_arguments", "needle recall"]
+    assert {gates(verdict)[name]["status"] for name in failed(verdict)} == {"inconclusive"}
+    assert verdict["decision"] == "reject"
+
+
+def test_same_perplexity_but_broken_recall_is_rejected_by_name(spoiled: Spoil) -> None:
+    frame = spoiled().generations
+    assert frame is not None
+    lost = (pl.col("cohort") == "needle_grid") & (pl.col("length") == 8128) & (pl.col("depth") == 0.5)
+    verdict = judge(spoiled(generations=frame.with_columns(correct=pl.col("correct") & ~lost)), LIMITS)
+    assert failed(verdict) == ["needle recall"]
+    assert gates(verdict)["needle recall"]["detail"] == "lost at length × depth 8,128 × 0.5"
+    assert verdict["metrics"]["recall"] == pytest.approx(11 / 12, rel=1e-5)
+
+
+def test_a_length_where_the_reference_recalls_nothing_is_inconclusive(spoiled: Spoil) -> None:
+    frame = spoiled().generations
+    assert frame is not None
+    blind = (pl.col("cohort") == "needle_grid") & (pl.col("length") == 8128)
+    frame = frame.with_columns(correct_reference=pl.col("correct_reference") & ~blind)
+    gate = gates(judge(spoiled(generations=frame), LIMITS))["needle recall"]
+    assert (gate["status"], gate["detail"]) == ("inconclusive", "the reference recalls no needle at 8,128 tokens")
+
+
+def test_the_aggregate_hides_no_cohort(spoiled: Spoil) -> None:
+    frame = spoiled().logits
+    assert frame is not None
+    here = pl.col("cohort") == "code"
+    verdict = judge(spoiled(logits=frame.with_columns(kl=pl.when(here).then(0.06).otherwise(0.0))), LIMITS)
+    assert failed(verdict) == ["cohort kl"]
+    assert gates(verdict)["cohort kl"]["detail"] == "worst in code"
+
+
+def test_a_sample_too_small_for_its_tail_fails(spoiled: Spoil) -> None:
+    frame = spoiled().logits
+    assert frame is not None
+    gate = gates(judge(spoiled(logits=frame.head(999)), LIMITS))["kl p99"]
+    assert (gate["passed"], gate["detail"]) == (False, "999 scored tokens carry no p99")
+
+
+def test_case_11_saturation_is_gated_where_it_is_worst(spoiled: Spoil) -> None:
+    frame = spoiled().errors
+    assert frame is not None
+    here = (pl.col("layer") == 1) & (pl.col("tensor") == "value")
+    share = pl.when(here).then(0.3).otherwise(pl.col("saturated"))
+    gate = gates(judge(spoiled(errors=frame.with_columns(saturated=share)), LIMITS))["saturated"]
+    assert (gate["passed"], gate["detail"]) == (False, "worst in values of layer 1")
+
+
+def test_a_failing_drill_names_its_checks(spoiled: Spoil) -> None:
+    checks = [{"name": "rollback", "passed": True}, {"name": "kill switch", "passed": False}]
+    gate = gates(judge(spoiled(drill={"checks": checks, "passed": False}), LIMITS))["drill"]
+    assert (gate["measured"], gate["detail"]) == (0.5, "failing: kill switch")
+    assert failed(judge(spoiled(drill={"checks": checks[:1], "passed": False}), LIMITS)) == ["drill"]
+
+
+def test_case_14_a_break_even_may_be_never() -> None:
+    assert break_even({"1": {"verdict": "never", "tokens": None}}, 1) == NEVER
+    assert break_even({"1": {"verdict": "always", "tokens": None}}, 1) == 0
+    assert break_even({"1": {"verdict": "crosses", "tokens": 900}}, 1) == 900
+    assert break_even({"1": {"verdict": "crosses", "tokens": 900}}, 4) is None
+    assert break_even(None, 1) is None
+
+
+def test_limits_that_no_cohort_can_meet_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_drift is 0"):
+        replace(LIMITS, max_drift=0.0)
+    with pytest.raises(ValueError, match="critical"):
+        replace(LIMITS, critical=[])
+    assert isinstance(LIMITS, Limits)
