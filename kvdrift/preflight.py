@@ -94,7 +94,7 @@ def stage_overrides(root: Path, name: str, selections: Selections) -> Iterator[l
     fixed = [f"{key}={getattr(selections, key)}" for key in ("profile", "model", "corpus", "gates") if key in taken]
     if "policies" in taken:
         fixed.append(f"policies=[{','.join(selections.policies)}]")
-    each = [key for key, value in taken.items() if value == "???"]
+    each = [key for key in ("policy", "plan", "name") if taken.get(key) == "???"]
     if not each:
         yield fixed
     else:

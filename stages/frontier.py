@@ -13,7 +13,8 @@ class FrontierConfig:
     model: dict[str, Any]
     corpus: dict[str, Any]
     gates: dict[str, Any]
-    policies: list[str]
+    params: Path
+    """Lists the policies; whatever else lies in the folders is not looked at."""
     manifest: Path
     preflight: Path
     calibration: Path
@@ -32,19 +33,23 @@ class FrontierConfig:
 
 @stage("frontier")
 def main(config: FrontierConfig) -> None:
-    import hashlib
     import json
+    import os
 
     import polars as pl
+    import yaml
 
     from kvdrift.policy import from_dict
     from kvdrift.report import changed, figures, frontier
     from kvdrift.report.evidence import read_json
-    from kvdrift.report.receipt import Run, candidate, digest, receipt
-    from kvdrift.report.sections import environment, render
+    from kvdrift.report.page import render
+    from kvdrift.report.receipt import Run, candidate, digest, receipt, values_digest
+    from kvdrift.report.sections import sections, title
+
+    policies: list[str] = yaml.safe_load(config.params.read_text())["policies"]
 
     def of_each(folder: Path) -> dict[str, Any]:
-        return {name: read_json(folder / f"{name}.json") for name in config.policies}
+        return {name: read_json(folder / f"{name}.json") for name in policies}
 
     def write(path: Path, content: object) -> None:
         path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
@@ -56,7 +61,7 @@ def main(config: FrontierConfig) -> None:
     latencies, packings = of_each(config.latency), of_each(config.quantize)
     choice = frontier.choose(verdicts)
     examples = []
-    for name in config.policies:
+    for name in policies:
         path = config.generate / f"{name}.parquet"
         examples += changed.changed_examples(name, pl.read_parquet(path) if path.is_file() else None)
 
@@ -77,7 +82,7 @@ def main(config: FrontierConfig) -> None:
     released = frontier.bound(policy, even, max(lengths, default=None))
     selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": config.gates}
     hashes = {name: digest(paths) for name, paths in config.hashed.items()}
-    hashes["config"] = hashlib.sha256(json.dumps(selected, sort_keys=True).encode()).hexdigest()
+    hashes["config"] = values_digest(selected)
     run = Run(
         verdicts=verdicts,
         packings=packings,
@@ -89,7 +94,7 @@ def main(config: FrontierConfig) -> None:
         calibration=read_json(config.calibration / "calibration.json"),
         changes=changed.change_counts(examples),
         hashes=hashes,
-        figures=[f"{config.plots}/{name}.png" for name in drawn],
+        figures=[os.path.relpath(config.plots / f"{name}.png", config.out) for name in drawn],
     )
     content = receipt(run, choice, released)
     paths = {"receipt": str(config.out / "receipt.md"), "changed": str(config.out / "changed_examples.html")}
@@ -100,10 +105,10 @@ def main(config: FrontierConfig) -> None:
         config.out / "decisions.json",
         {"decision": content["decision"], "policies": [candidate(v, choice) for v in verdicts], "paths": paths},
     )
-    (config.out / "receipt.md").write_text(render(content, "receipt.md.jinja"))
-    (config.out / "receipt.html").write_text(render(content, "receipt.html.jinja"))
-    page = environment().get_template("changed.html.jinja").render(rows=examples)
-    (config.out / "changed_examples.html").write_text(page)
+    for kind in ("md", "html"):
+        page = render(f"receipt.{kind}.jinja", title=title(content), sections=sections(content))
+        (config.out / f"receipt.{kind}").write_text(page)
+    (config.out / "changed_examples.html").write_text(render("changed.html.jinja", rows=examples))
     lines = [json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in examples]
     config.changed.write_text("".join(lines))
     print(f"{choice.policy}: {choice.reason}")

@@ -28,6 +28,9 @@ class LatencyConfig:
 @stage("latency")
 def main(config: LatencyConfig) -> None:
     import json
+    import os
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else torch's profiler, which finds the peak, writes to stderr
 
     import polars as pl
     from tqdm import tqdm
@@ -54,7 +57,7 @@ def main(config: LatencyConfig) -> None:
     inputs = [asdict(config), policy.to_dict(), json.loads(config.device.read_text())]
     kept = partial(inputs, [Path("kvdrift"), Path("stages/latency.py"), config.manifest, config.prompts])
     cold = kept.once("cold", lambda: service.cold_starts(bench, first.context, sweep.cold_starts, seed))
-    floor = kept.once("floor", lambda: service.sample_floor(bench, first, seed))
+    floor = kept.once("floor", lambda: service.sample_floor(bench, first, sweep.pairs, seed))
     todo = points(sweep, config.workload, config.scheduler, prefix.length)
     found = {
         point: kept.once(point.name, lambda point=point: service.sample(bench, point, sweep.turn, seed))
@@ -62,7 +65,7 @@ def main(config: LatencyConfig) -> None:
     }
     content = {
         "policy": policy.id,
-        "workload": asdict(config.workload),
+        "workload": asdict(config.workload) | {"context": first.context},
         "rows": [service.row(point, samples, seed) for point, samples in found.items()],
         "break_even": service.break_evens(found, model.config.max_position_embeddings, seed),
         "noise_floor": asdict(timing.ratio(service.pairs_of(floor), seed)),

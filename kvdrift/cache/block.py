@@ -87,6 +87,7 @@ def check(
     expected: dict[str, object] = {
         "magic": MAGIC,
         "layer": layer,
+        "tokens": layout.block,
         "key_group": _group(layout.key),
         "value_group": _group(layout.value),
         "checksum": checksum % 2**64,

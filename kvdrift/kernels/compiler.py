@@ -86,7 +86,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
+    )
 
 
 def _compile(path: Path) -> None:

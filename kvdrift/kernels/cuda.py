@@ -69,7 +69,7 @@ def seal(
         tile_bytes = layout.block * (layout.head_dim * keys.dtype.itemsize + 4)
         kernel = _kernel("seal.cu", layout, keys.dtype, keys.device)
         args = [*_strided(keys), *_strided(values), arena, pages.contiguous(), fits]
-        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, args, tile_bytes)
+        _launch(kernel, (len(pages), layout.kv_heads, 2), SEAL_THREADS, args, tile_bytes)
     return fits
 
 
@@ -81,7 +81,7 @@ def unseal(
     keys, values = (torch.empty(shape, dtype=torch.float32, device=arena.device) for _ in range(2))
     if len(pages):
         kernel = _kernel("unseal.cu", layout, dtype, arena.device)
-        _launch(kernel, (2, layout.kv_heads, len(pages)), SEAL_THREADS, [arena, pages.contiguous(), keys, values])
+        _launch(kernel, (len(pages), layout.kv_heads, 2), SEAL_THREADS, [arena, pages.contiguous(), keys, values])
     return keys, values
 
 
@@ -89,7 +89,7 @@ def checksum(arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blo
     """As `definition.checksum`."""
     sums = torch.empty(len(pages), dtype=torch.int64, device=arena.device)
     if len(pages):
-        kernel = _module("checksum.cu", BIT_EXACT, arena.device).function("checksum")
+        kernel = _checksum(arena.device)
         args = [arena, arena.shape[1], np.int32(HEADER_BYTES), pages.contiguous(), sums]
         _launch(kernel, (len(pages), 1, 1), 256, args, 256 * 8)
     return sums
@@ -115,7 +115,7 @@ def decode_attention(
     padded_rows = turns * 4 * tiles
     kernels = _attention(layout, query.dtype, share, tiles, query.device)
     packed, tail = _splits(kernels, sequences * heads * turns, blocks * layout.block, exact_keys.shape[2], query.device)
-    partials = torch.empty(sequences, heads, packed + tail, padded_rows, head_dim + 2, device=query.device)
+    partials = torch.empty(sequences, heads, packed + tail, padded_rows, head_dim + 2, dtype=torch.float32, device=query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
     rows = [*_strided(query), np.int32(queries)]
@@ -184,44 +184,40 @@ def page_constants(layout: BlockLayout, dtype: torch.dtype) -> dict[str, object]
 @lru_cache(maxsize=256)
 def _kernel(file: str, layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> Any:
     flags = (*BIT_EXACT, *options(page_constants(layout, dtype)))
-    return _module(file, flags, device).function(Path(file).stem)
+    return _function(file, Path(file).stem, flags, device)
+
+
+@lru_cache(maxsize=16)
+def _checksum(device: torch.device) -> Any:
+    return _function("checksum.cu", "checksum", BIT_EXACT, device)
 
 
 @lru_cache(maxsize=256)
 def _attention(layout: BlockLayout, dtype: torch.dtype, share: int, tiles: int, device: torch.device) -> Attention:
     flags = options(page_constants(layout, dtype) | {"SHARE": share, "TILES": tiles})
-    module = _module("attention.cu", flags, device)
-    return Attention(module.function("attention"), module.function("merge"), *module.integers("sizes", 4))
-
-
-class Module:
-    """One compiled source on one device."""
-
-    def __init__(self, file: str, flags: tuple[str, ...], device: torch.device) -> None:
-        import cupy
-
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            raise RuntimeError(f"{torch.cuda.get_device_name(device)} is too old; compute capability 8.0 is needed")
-        self.device = device
-        with _on_device(device):
-            self.raw = cupy.RawModule(code=source(file), backend="nvrtc", options=("-std=c++17", *flags))
-            self.raw.compile()
-
-    def function(self, name: str) -> Any:
-        with _on_device(self.device):
-            return self.raw.get_function(name)
-
-    def integers(self, name: str, count: int) -> list[int]:
-        """A global array of the source."""
-        import cupy
-
-        with _on_device(self.device):
-            return cupy.ndarray((count,), dtype=np.int32, memptr=self.raw.get_global(name)).get().tolist()
+    attention, merge, sizes = (_function("attention.cu", name, flags, device) for name in ("attention", "merge", "sizes"))
+    attention.preferred_shared_memory_carveout = 100
+    numbers = torch.empty(4, dtype=torch.int32, device=device)
+    _launch(sizes, (1, 1, 1), 1, [numbers])
+    return Attention(attention, merge, *numbers.tolist())
 
 
 @lru_cache(maxsize=512)
 def _module(file: str, flags: tuple[str, ...], device: torch.device) -> Any:
-    return Module(file, flags, device)
+    """One source, compiled for one device."""
+    import cupy
+
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise RuntimeError(f"{torch.cuda.get_device_name(device)} is too old: compute capability 8.0 is the least")
+    with _on_device(device):
+        module = cupy.RawModule(code=source(file), backend="nvrtc", options=("-std=c++17", *flags))
+        module.compile()
+    return module
+
+
+def _function(file: str, name: str, flags: tuple[str, ...], device: torch.device) -> Any:
+    with _on_device(device):
+        return _module(file, flags, device).get_function(name)
 
 
 @lru_cache(maxsize=16)

@@ -48,7 +48,9 @@ def _resolve(device_type: str, wanted: str | None) -> str:
     if missing is None:
         return chosen
     warnings.warn(
-        f"the {chosen} kernels can't run: {missing}; using the slow torch definition instead", RuntimeWarning, stacklevel=4
+        f"the {chosen} kernels can't run: {missing}; using the slow torch definition instead",
+        RuntimeWarning,
+        stacklevel=4,
     )
     return "definition"
 
@@ -82,9 +84,9 @@ def _build_id(chosen: str) -> str:
 
         return compiler.build_id()[:12]
     folder = Path(__file__).parent
-    sources = [folder / f"{chosen}.py", *sorted((folder / chosen).glob("*")), *sorted((folder.parent / "quantizers").glob("*.py"))]
+    sources = [folder / f"{chosen}.py", *(folder / chosen).glob("*"), *(folder.parent / "quantizers").glob("*.py")]
     content = hashlib.sha256(f"{chosen} torch {torch.__version__} cuda {torch.version.cuda}".encode())
-    for source in sources:
+    for source in sorted(sources):
         if source.is_file():
             content.update(source.name.encode() + b"\0" + source.read_bytes())
     return content.hexdigest()[:12]

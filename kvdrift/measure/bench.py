@@ -43,7 +43,7 @@ class Prefix:
 def read_prefix(path: Path, tokens: Int[Tensor, "batch T"], device: torch.device) -> Prefix:
     """The first prompt of a stored batch; only its rows are read."""
     with safe_open(str(path), framework="pt") as file:
-        layers = sum(name.startswith("keys.") for name in file.keys())
+        layers = sum(name.startswith("keys.") for name in file.keys())  # noqa: SIM118 (it isn't iterable)
         keys, values = (
             tuple(file.get_slice(f"{name}.{i}")[:1].to(device) for i in range(layers)) for name in ("keys", "values")
         )
@@ -72,8 +72,10 @@ class Bench:
 
     def packed(self, batch: int, context: int, room: int | None = None) -> PackedCache:
         """The candidate's cache, filled; with `room`, its pages are reserved for that many more tokens."""
-        reserved = {} if room is None else {"batch": batch, "max_tokens": context + room}
-        cache = PackedCache(self.policy, self.model.config, dtype=self.model.dtype, **reserved)
+        reserved = (None, None) if room is None else (batch, context + room)
+        cache = PackedCache(
+            self.policy, self.model.config, batch=reserved[0], max_tokens=reserved[1], dtype=self.model.dtype
+        )
         for index in range(len(self.prefix.keys)):
             cache.load_layer(index, *self.prefix.layer(index, batch, context))
         return cache

@@ -26,8 +26,8 @@ class BreakEven:
     """Where the candidate's line goes below the reference's.
 
     `tokens` is 0 when the candidate is faster at every length up to the limit ("always") and None when it is faster at
-    none, or only below some length ("never": no minimum length helps). `low` and `high` bound the crossing at 95 % among the
-    resamples that cross; `confidence` is the share of resamples with this verdict.
+    none, or only below some length ("never": no minimum length helps). `low` and `high` bound the crossing at 95 %
+    among the resamples that cross; `confidence` is the share of resamples with this verdict.
     """
 
     verdict: Verdict
@@ -54,8 +54,8 @@ def break_even(points: Mapping[int, Pairs], limit: int, seed: int, resamples: in
     )  # [path, resample, length]
     reference, candidate = (_fit(lengths, np.array([np.median(t[path]) for t in times])) for path in (0, 1))
     verdict, tokens = crossing(reference, candidate, limit)
-    drawn = [crossing(_fit(lengths, r), _fit(lengths, c), limit) for r, c in zip(resampled[0], resampled[1])]
-    crossed = [n for v, n in drawn if v == "crosses"]
+    drawn = [crossing(_fit(lengths, r), _fit(lengths, c), limit) for r, c in zip(*resampled, strict=True)]
+    crossed = [n for v, n in drawn if v == "crosses" and n is not None]
     low, high = (int(np.percentile(crossed, q)) for q in (2.5, 97.5)) if crossed else (None, None)
     confidence = sum(v == verdict for v, _ in drawn) / len(drawn)
     return BreakEven(verdict, tokens, low, high, confidence, reference, candidate)
@@ -72,6 +72,6 @@ def crossing(reference: Line, candidate: Line, limit: int) -> tuple[Verdict, int
 
 
 def _fit(lengths: np.ndarray, times: np.ndarray) -> Line:
-    """Least squares; a line that falls with length is noise, and is taken as flat."""
+    """Least squares."""
     slope = np.cov(lengths, times, bias=True)[0, 1] / np.var(lengths)
     return Line(float(times.mean() - slope * lengths.mean()), float(slope))

@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 import torch
 
+MARK = "kvdrift_peak"
 
-def peak_allocation(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that `work()` holds at one time, beyond what was held before it.
 
-    On a CPU every allocation and release is recorded by torch's profiler, which slows the work down; memory that
-    torch does not allocate, such as a kernel's stack, is not seen.
+def peak_allocation(prepare: Callable[[], Callable[[], object]], device: torch.device) -> int:
+    """The most bytes that one run of the work that `prepare()` returns holds beyond what is held when it begins.
+
+    The work is run once before. On a CPU every allocation and release is recorded by torch's profiler, which slows
+    the work down; memory that torch does not allocate, such as a kernel's stack, is not seen.
     """
     if device.type == "cuda":
+        work = prepare()
+        work()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -21,11 +25,17 @@ def peak_allocation(work: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work = prepare()
         work()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        with torch.profiler.record_function(MARK):
+            work()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    (begin,) = (event.start_ns() for event in events if event.name() == MARK)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
+    for at, change in changes:
+        if at >= begin:
+            held += change
+            peak = max(peak, held)
     return peak

@@ -29,8 +29,8 @@ ENERGY_STEPS = 32
 def sample(bench: Bench, point: Point, turn: int, seed: int) -> dict[str, Any]:
     """Paired milliseconds of one point, and the bytes that both caches held when it ended."""
     if point.phase == "prefill":
-        works = _prefills(bench, point, turn)
-        pairs = paired(*works, point.generated, seed, bench.device, warmup=1)
+        prefills = _prefills(bench, point, turn)
+        pairs = paired(*prefills, point.generated, seed, bench.device, warmup=1)
         return asdict(pairs) | {"bytes": [None, None]}
     caches = _filled(bench, point, turn)
     works = [bench.decode(cache, point.batch) for cache in caches]
@@ -39,10 +39,10 @@ def sample(bench: Bench, point: Point, turn: int, seed: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def sample_floor(bench: Bench, point: Point, seed: int) -> dict[str, Any]:
+def sample_floor(bench: Bench, point: Point, pairs: int, seed: int) -> dict[str, Any]:
     """The reference path against itself."""
     works = [bench.decode(bench.dynamic(point.batch, point.context), point.batch) for _ in "ab"]
-    return asdict(paired(works[0], works[1], point.generated, seed, bench.device))
+    return asdict(paired(works[0], works[1], pairs, seed, bench.device))
 
 
 def _filled(bench: Bench, point: Point, turn: int) -> list[Any]:
@@ -110,16 +110,18 @@ def row(point: Point, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def peaks(bench: Bench, point: Point) -> dict[str, int]:
-    """Bytes held by the caches, and with the most that one decode step allocates besides."""
+    """Bytes held by both caches, and with the most that a decode step allocates besides."""
     found = {}
-    for side, cache in (
-        ("reference", bench.dynamic(point.batch, point.context)),
-        ("candidate", bench.packed(point.batch, point.context)),
-    ):
-        step = bench.decode(cache, point.batch)
-        step()
-        held = held_bytes(cache)
-        found |= {f"{side}_held": held, f"{side}_peak": held + peak_allocation(step, bench.device)}
+    for side, make in (("reference", bench.dynamic), ("candidate", bench.packed)):
+        caches: list[Any] = []
+
+        def prepare(make: Any = make, caches: list[Any] = caches) -> Work:
+            caches.append(make(point.batch, point.context))
+            return bench.decode(caches[0], point.batch)
+
+        transient = peak_allocation(prepare, bench.device)
+        found[f"{side}_held"] = held_bytes(caches[0])
+        found[f"{side}_peak"] = found[f"{side}_held"] + transient
     return found
 
 
@@ -214,11 +216,13 @@ def joules_per_token(bench: Bench, point: Point) -> dict[str, float] | str:
     return found
 
 
-def cold_starts(bench: Bench, context: int, children: int, seed: int) -> dict[str, Any] | str:
+def cold_starts(bench: Bench, context: int, children: int, seed: int) -> dict[str, Any] | str | None:
     """Milliseconds of the first prefill of a process: in forked children, before this process has run any.
 
-    "unavailable" on a GPU, whose context does not survive a fork.
+    None when none is asked for; "unavailable" on a GPU, whose context does not survive a fork.
     """
+    if not children:
+        return None
     if bench.device.type == "cuda" or not hasattr(os, "fork"):
         return "unavailable"
     times: dict[str, list[float]] = {"reference": [], "candidate": []}
@@ -259,7 +263,7 @@ def _in_child(work: Work, device: torch.device) -> float | None:
 def headline(rows: list[dict[str, Any]], memory: Mapping[str, int]) -> dict[str, Any]:
     """The workload's own figures: its decode row is the first, its prefill row the longest."""
     decode = rows[0]
-    prefills = [r for r in rows if r["phase"] == "prefill" and r["reuse"] == "fresh" and r["context"] <= decode["context"]]
+    prefills = [r for r in rows if r["phase"] == "prefill" and r["reuse"] == "fresh"]
     prefill = max(prefills, key=lambda r: r["context"], default=None)
     return {
         "itl_ratio": decode["ratio"],

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+P95_STEPS = 20
+"""Fewer steps than this can't carry a 95th percentile."""
+P99_STEPS = 1000
+"""A 99th percentile is reported only from this many steps on."""
+
 Reuse = Literal["fresh", "shared_prefix", "continued_session", "evicted"]
 
 
@@ -77,7 +82,8 @@ class Point:
 
 
 def target(workload: Workload, longest: int) -> Point:
-    return Point(workload.batch, min(workload.context, longest), workload.output)
+    """The workload's own setting, with enough steps for a 95th percentile."""
+    return Point(workload.batch, min(workload.context, longest), max(workload.output, P95_STEPS))
 
 
 def points(sweep: Sweep, workload: Workload, scheduler: Scheduler, longest: int) -> list[Point]:

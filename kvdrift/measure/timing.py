@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-P99_STEPS = 1000
-"""A 99th percentile is reported only from this many steps on."""
-P95_STEPS = 20
-"""Fewer steps than this can't carry a 95th percentile."""
+from kvdrift.measure.sweep import P95_STEPS, P99_STEPS
+
 RESAMPLES = 2000
 
 

@@ -25,7 +25,7 @@ def build(tokenizer: Tokenizer, spec: CorpusSpec, corpus: Path, max_positions: i
     prompts: list[Prompt] = []
     for name, cohort in spec.cohorts.items():
         prompts += _cohort(tokenizer, name, cohort, Library(corpus, EVALUATION), seed, spec.batch_size)
-    prompts += _grid(tokenizer, spec, Library(corpus, EVALUATION), max_positions, seed)
+    prompts += _grid(tokenizer, spec, max_positions, seed)
     for name, cohort in spec.calibration.items():
         prompts += _cohort(tokenizer, name, cohort, Library(corpus, CALIBRATION), seed, spec.batch_size)
     return prompts
@@ -51,7 +51,7 @@ def _cohort(
             built += 1
 
 
-def _grid(tokenizer: Tokenizer, spec: CorpusSpec, library: Library, max_positions: int, seed: int) -> Iterator[Prompt]:
+def _grid(tokenizer: Tokenizer, spec: CorpusSpec, max_positions: int, seed: int) -> Iterator[Prompt]:
     """The same facts in the same filler at every length and depth, so that only the position differs."""
     grid = spec.needle_grid
     for asked, depths in grid.depths.items():
@@ -61,7 +61,7 @@ def _grid(tokenizer: Tokenizer, spec: CorpusSpec, library: Library, max_position
             rng = Random(f"{seed}/{GRID}/{index}")
             yield from_item(
                 tokenizer,
-                needle(rng, library.prose(rng), Gap(share=depth)),
+                needle(rng, calm(rng), Gap(share=depth)),
                 length,
                 (grid.continuation, grid.max_new_tokens),
                 id=f"{GRID}-{length:05d}-d{round(100 * depth):03d}-{index:02d}",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from kvdrift.policy import CachePolicy, from_dict
 GREEDY = "greedy"
 """The mode whose outcomes count as drift; sampled generations are reported beside it."""
 
-SUMMARY = ("tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max")
-SUMMARY += ("same_top1", "rms_delta_p", "rank_correlation", "perplexity_change")
+SUMMARY = ["tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max"]
+SUMMARY += ["same_top1", "rms_delta_p", "rank_correlation", "perplexity_change"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,32 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
             row = {"layer": layer, "bucket": bucket, "pos": bucket, "key_cosine": key, "value_cosine": value}
             table.append(row | {"cos": cos, "kl": kl, "prompt": prompt})
     return table
+
+
+def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: int, batch: int) -> list[dict[str, Any]]:
+    """A row a layer: bits of keys and values, bytes saved at the workload, cosines, relative errors, KL.
+
+    Each is that of the layer's worst bucket; an exact layer has none.
+    """
+    errors: dict[tuple[int, str], float | None] = {}
+    if evidence.errors is not None and not evidence.errors.is_empty():
+        by_bucket = evidence.errors.group_by("layer", "tensor", "bucket").agg(_by_tokens("rel_l2"))
+        found = by_bucket.group_by("layer", "tensor").agg(pl.col("rel_l2").sort().last())
+        errors = {(row["layer"], row["tensor"]): finite(row["rel_l2"]) for row in found.to_dicts()}
+    single, exact_bits = replace(evidence.shape, layers=1), 8 * evidence.shape.dtype_bytes
+    rows = []
+    for layer, quantizers in enumerate(evidence.policy.layers):
+        ledger = account(replace(evidence.policy, layers=(quantizers,)), single, tokens, batch)
+        row: dict[str, Any] = {"layer": layer, "saved_bytes": ledger.reference - ledger.format_bytes}
+        for tensor, quantizer in (("key", quantizers.key), ("value", quantizers.value)):
+            row[f"{tensor}_bits"] = exact_bits if quantizer is None else quantizer.bits
+            row[f"{tensor}_error"] = errors.get((layer, tensor))
+        own = [cell for cell in cells if cell["layer"] == layer]
+        for name, worst in (("key_cosine", min), ("value_cosine", min), ("kl", max)):
+            figures = [cell[name] for cell in own]
+            row[name] = worst(figures) if figures and None not in figures else None
+        rows.append(row)
+    return rows
 
 
 def saturation(errors: pl.DataFrame | None) -> tuple[float | None, str]:

@@ -52,18 +52,24 @@ def recall_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None]) -> Rows:
-    """A row a policy, context and path: the median decode step in ms at the target batch, and the break-even length."""
+    """A row a policy, context and path: the median decode step in ms at the target batch, and the break-even length.
+
+    Only fresh caches count, and the first row of a length, which at the workload's own is the workload.
+    """
     rows = []
     for policy, latency in latencies.items():
         if latency is None:
             continue
         batch = latency["workload"]["batch"]
         even = (latency.get("break_even") or {}).get(str(batch)) or {}
+        verdict = even.get("verdict", "not measured")
+        crossing = even.get("tokens") if verdict == "crosses" else None
+        points: dict[int, Mapping[str, Any]] = {}
         for row in latency["rows"]:
-            if row["phase"] != "decode" or row["batch"] != batch:
-                continue
-            shared = {"policy": policy, "batch": batch, "context": row["context"], "break_even": even.get("tokens")}
-            shared["verdict"] = even.get("verdict", "not measured")
+            if row["phase"] == "decode" and row["batch"] == batch and row.get("reuse", "fresh") == "fresh":
+                points.setdefault(row["context"], row)
+        for context, row in points.items():
+            shared = {"policy": policy, "batch": batch, "context": context, "verdict": verdict, "break_even": crossing}
             for path, key in ((REFERENCE, "reference_p50_ms"), ("candidate", "candidate_p50_ms")):
                 rows.append(shared | {"path": path, "itl_ms": row[key]})
     return sorted(rows, key=lambda row: (list(latencies).index(row["policy"]), row["path"], row["context"]))
@@ -78,7 +84,7 @@ def draw_heatmap(rows: Rows, path: Path) -> None:
     buckets = sorted({row["bucket"] for row in rows})
     figure = Figure(figsize=(1.6 + 1.7 * len(policies), 1 + 3 * max(1.7, layers / 11)), layout="constrained")
     grid = figure.subplots(len(PANELS), len(policies), squeeze=False, sharex=True, sharey=True)
-    for panel, axes in zip(PANELS, grid, strict=True):
+    for down, (panel, axes) in enumerate(zip(PANELS, grid, strict=True)):
         values = [row["value"] for row in rows if row["panel"] == panel]
         low, high = (min(values), max(values)) if values else (FLOOR, 1.0)
         norm = LogNorm(low, max(high, 10 * low))
@@ -93,9 +99,9 @@ def draw_heatmap(rows: Rows, path: Path) -> None:
             seaborn.heatmap(shown, ax=ax, norm=norm, cmap="rocket_r", cbar=False, xticklabels=labels, yticklabels=every)
             if ax is axes[0]:
                 ax.set_ylabel("layer")
-            if axes is grid[0]:
+            if down == 0:
                 ax.set_title(policy)
-            if axes is grid[-1]:
+            if down == len(PANELS) - 1:
                 ax.set_xlabel("first position")
         figure.colorbar(axes[-1].collections[0], ax=list(axes), label=panel, pad=0.01)
     _save(figure, path)
@@ -148,7 +154,8 @@ def draw_frontier(rows: Rows, path: Path) -> None:
     ax.set(xlabel="bytes of the exact cache, at the target workload", ylabel="mean KL (nats)")
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set_ylim(bottom=-2e-5)
+    ax.margins(x=0.12)
+    ax.set_ylim(-2e-5, 2 * max(row["kl_high"] or row["kl"] for row in rows) + 1e-4)
     ax.legend(loc="upper right")
     _save(figure, path)
     return None

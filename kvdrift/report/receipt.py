@@ -1,11 +1,12 @@
 """The receipt of a release as plain data: the decision, what it rests on, and what it does not cover.
 
-`sections` lays it out for reading. Whatever was not measured is None here and fails its gate.
+`sections.py` lays it out for reading. Whatever was not measured is None here and fails its gate.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,9 +63,11 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "escalated_blocks": packing.get("escalated_blocks"),
         "latency": latency,
         "figures": list(run.figures),
-        "worst_cells": verdict["worst_cells"] if verdict else [],
+        "worst_cells": {verdict["policy"]: verdict["worst_cells"] for verdict in run.verdicts},
+        "layers": verdict["layers"] if verdict else [],
         "logits": verdict["logits"] if verdict else None,
         "cohorts": verdict["cohorts"] if verdict else [],
+        "cohorts_by_policy": {verdict["policy"]: verdict["cohorts"] for verdict in run.verdicts},
         "recall": verdict["recall"] if verdict else [],
         "changes": list(run.changes),
         "unsupported": _unsupported(run, released, verdict, latency),
@@ -181,6 +184,12 @@ def _alarms(
 
 def _worst_drift(gates: Mapping[str, float | None]) -> float | None:
     return max((bound for name, bound in gates.items() if name.startswith("drift") and bound is not None), default=None)
+
+
+def values_digest(values: Mapping[str, Any]) -> str:
+    """sha256 over plain values, whatever the order of their keys."""
+    named = json.loads(json.dumps(values))  # YAML's keys may be numbers, which don't sort among names
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 def digest(paths: Iterable[Path]) -> str:

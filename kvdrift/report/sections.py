@@ -1,51 +1,12 @@
-"""A receipt laid out for reading: a title that says the decision, then sections of text and tables.
-
-The same sections become markdown and HTML by the two templates, which know nothing of their content.
-"""
+"""A receipt laid out for reading: a title that says the decision, then sections of text and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-NOT_MEASURED = "not measured"
-TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class Table:
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    blocks: Sequence[str | Table]
-
-
-def shown(value: Any) -> str:
-    """A value as a reader wants it: three digits, thousands parted, None as not measured."""
-    if value is None:
-        return NOT_MEASURED
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(shown, value))
-    return str(value)
-
-
-def size(count: int | None) -> str:
-    """Bytes in MiB."""
-    return NOT_MEASURED if count is None else f"{count / 2**20:,.2f} MiB"
+from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown, size
 
 
 def title(receipt: Mapping[str, Any]) -> str:
@@ -70,26 +31,6 @@ def sections(receipt: Mapping[str, Any]) -> list[Section]:
         *_safety(receipt),
         *_provenance(receipt),
     ]
-
-
-def render(receipt: Mapping[str, Any], template: str) -> str:
-    """`template` of the templates folder, filled with the title and the sections of a receipt."""
-    return environment().get_template(template).render(title=title(receipt), sections=sections(receipt), Table=Table)
-
-
-def environment() -> Environment:
-    """Templates are strict about names; HTML ones escape."""
-    found = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and ".html" in name,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    found.tests["table"] = lambda block: isinstance(block, Table)
-    found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
-    return found
 
 
 def _gates(gates: Sequence[Mapping[str, Any]]) -> Table:
@@ -150,7 +91,7 @@ def _what(receipt: Mapping[str, Any]) -> list[Section]:
     numbers = f"{shape['layers']} layers × {shape['kv_heads']} KV heads × {shape['head_dim']} channels"
     reference = (
         f"Keys and values: {numbers} each, {shape['query_heads']} query heads. Reference dtype: {tensors['dtype']}. "
-        f"Positions: {shown(tensors['positions'])}. RoPE: {shown(tensors['rope'])}."
+        f"Positions: {shown(tensors['positions'])}. RoPE: {flat(tensors['rope'])}."
     )
     return [
         Section("Policy", [Table(("field", "value"), fields), Table(("layers", "keys", "values"), runs)]),
@@ -176,11 +117,11 @@ def _costs(receipt: Mapping[str, Any]) -> list[Section]:
         (batch, row["verdict"], *(shown(row.get(name)) for name in ("tokens", "low", "high")))
         for batch, row in sorted((latency.get("break_even") or {}).items(), key=lambda item: int(item[0]))
     ]
-    extra = [f"{name}: {_flat(latency.get(key))}." for name, key in (
+    extra = [f"{name}: {flat(latency.get(key))}." for name, key in (
         ("Capacity", "capacity"), ("Energy", "energy"), ("Noise floor", "noise_floor"), ("Headline", "headline")
     )]  # fmt: skip
     escalated = f"Escalated blocks over all evaluated prompts: {shown(receipt['escalated_blocks'])}."
-    table: list[str | Table] = (
+    table: list[Block] = (
         [Table([c.replace("_", " ") for c in columns], rows)] if rows else [f"Latency: {NOT_MEASURED}."]
     )
     table += (
@@ -189,24 +130,22 @@ def _costs(receipt: Mapping[str, Any]) -> list[Section]:
     return [Section("Memory", [Table(head, memory), escalated]), Section("Latency", [*table, *extra])]
 
 
-def _flat(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key.replace('_', ' ')} {_flat(item)}" for key, item in sorted(value.items()))
-    return shown(value)
-
-
 def _where(receipt: Mapping[str, Any]) -> list[Section]:
+    names = ("layer", "bucket", "key_cosine", "value_cosine", "kl", "prompt")
     cells = [
-        (
-            shown(row["layer"]),
-            shown(row["bucket"]),
-            *(shown(row[n]) for n in ("key_cosine", "value_cosine", "kl", "prompt")),
-        )
-        for row in receipt["worst_cells"]
+        (policy, *(shown(row[name]) for name in names))
+        for policy, worst in receipt["worst_cells"].items()
+        for row in worst
     ]
-    head = ("layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
-    where: list[str | Table] = [f"Figures: {', '.join(receipt['figures'])}."]
-    return [Section("Worst cells", [Table(head, cells) if cells else "Nothing is packed.", *where])]
+    head = ("policy", "layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
+    columns = ["layer", "key_bits", "value_bits", "saved_bytes"]
+    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl"]
+    layers = [tuple(blank(row[name]) for name in columns) for row in receipt["layers"]]
+    pictures = [Picture(Path(path).stem, path) for path in receipt["figures"]]
+    return [
+        Section("Worst cells", [Table(head, cells) if cells else "Nothing is packed.", *pictures]),
+        Section("Layer map", [Table([name.replace("_", " ") for name in columns], layers)]),
+    ]
 
 
 def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
@@ -224,16 +163,16 @@ def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
         "same_top1",
     )
     cohorts = [
-        (row["cohort"] + (" (critical)" if row["critical"] else ""), *(_blank(row[name]) for name in names))
+        (row["cohort"] + (" (critical)" if row["critical"] else ""), *(blank(row[name]) for name in names))
         for row in receipt["cohorts"]
     ]
     head = ["cohort", "items", "right", "drifted", "gained", "drift bound", "rule", "needs", "McNemar p"]
     head += ["KL", "KL high", "same top-1"]
     changes = [
-        (row["policy"], row["mode"], *(shown(row[name]) for name in ("changed", "drift", "gain")), _flat(row["kinds"]))
+        (row["policy"], row["mode"], *(shown(row[name]) for name in ("changed", "drift", "gain")), flat(row["kinds"]))
         for row in receipt["changes"]
     ]
-    logits = f"Logits: {_flat(receipt['logits'])}."
+    logits = f"Logits: {flat(receipt['logits'])}."
     recall = [
         (
             shown(row["length"]),
@@ -247,20 +186,35 @@ def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
     grid = Table(("length", "depth", "items", "reference", "candidate", "kept"), recall)
     return [
         Section("Cohorts", [Table(head, cohorts), logits]),
+        Section("Cohorts of every candidate", [*_by_policy(receipt["cohorts_by_policy"])]),
         Section("Needle recall", [grid if recall else f"{NOT_MEASURED}."]),
         Section("Changed examples", [table if changes else "No generation changed.", full]),
     ]
 
 
-def _blank(value: Any) -> str:
-    return "–" if value is None else shown(value)
+def _by_policy(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Block]:
+    """Drift and mean KL, a row a cohort and a column a policy."""
+    names = list(dict.fromkeys(row["cohort"] for rows in tables.values() for row in rows))
+    found = {(policy, row["cohort"]): row for policy, rows in tables.items() for row in rows}
+
+    def drifts(row: Mapping[str, Any] | None) -> str:
+        return "–" if row is None or row["status"] is None else f"{row['drifted']} of {row['right']}, {row['status']}"
+
+    def kl(row: Mapping[str, Any] | None) -> str:
+        return "–" if row is None else blank(row["kl"])
+
+    blocks: list[Block] = []
+    for what, text in (("Drift, of what the reference gets right", drifts), ("Mean KL in nats", kl)):
+        rows = [(name, *(text(found.get((policy, name))) for policy in tables)) for name in names]
+        blocks += [f"{what}:", Table(("cohort", *tables), rows)]
+    return blocks
 
 
 def _safety(receipt: Mapping[str, Any]) -> list[Section]:
     checks = [
         (row["name"], shown(row["passed"]), shown(row.get("detail", ""))) for row in receipt["fallback"]["checks"]
     ]
-    proof: list[str | Table] = [Table(("drill", "passed", "detail"), checks)] if checks else [f"Drill: {NOT_MEASURED}."]
+    proof: list[Block] = [Table(("drill", "passed", "detail"), checks)] if checks else [f"Drill: {NOT_MEASURED}."]
     exact = receipt["fallback"]["exact"]
     proof += ["The exact policy through the same runtime:", _gates(exact)] if exact else ["Exact policy: not measured."]
     alarms = [(row["signal"], shown(row["measured"]), shown(row["alarm_above"])) for row in receipt["alarms"]]
@@ -274,8 +228,12 @@ def _safety(receipt: Mapping[str, Any]) -> list[Section]:
 
 
 def _provenance(receipt: Mapping[str, Any]) -> list[Section]:
-    facts = [("calibration", _flat(receipt["calibration"]))]
-    facts += [(name.replace("_", " "), _flat(value)) for name, value in sorted((receipt["device"] or {}).items())]
+    facts = [("calibration", flat(receipt["calibration"]))]
+    facts += [
+        (name.replace("_", " "), flat(value))
+        for name, value in sorted((receipt["device"] or {}).items())
+        if value is not None
+    ]
     facts += [(name, shown(value)) for name, value in sorted((receipt["software"] or {}).items())]
     hashes = sorted(receipt["hashes"].items())
     return [

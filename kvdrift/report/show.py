@@ -30,7 +30,9 @@ def table(policies: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

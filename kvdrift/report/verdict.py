@@ -6,7 +6,7 @@ decision is `fallback`, given that it restores the reference path to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -55,6 +55,7 @@ def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
         "worst_cell": ranked[0] if ranked else None,
         "worst_cells": ranked[:WORST],
         "cells": cells,
+        "layers": read.layer_map(evidence, cells, limits.workload.tokens, limits.workload.batch),
         "cohorts": cohorts,
         "logits": summary,
         "recall": grid,
@@ -68,23 +69,17 @@ def _savings(evidence: Evidence, ledger: Ledger, limits: Limits) -> list[Gate]:
     paper = f"ideal codes alone are {ledger.ideal / ledger.reference:.3g}"
     packing, headline = evidence.packing or {}, (evidence.latency or {}).get("headline") or {}
     rows = packing.get("memory") or []
-    off = [row for row in rows if row.get("held_bytes") != row.get("format_bytes")]
-    detail = "; ".join(f"{row.get('held_bytes')} held, {row.get('format_bytes')} in the format" for row in off[:3])
-    if not off and packing.get("reconciled") is False:
-        detail = "the quantize stage says so"
+    off = [row for row in rows if row.get("reconciled") is not True]
+    detail = "; ".join(
+        f"{row.get('tokens')} tokens: {row.get('held_bytes')} bytes held, {row.get('format_bytes')} in the format"
+        for row in off[:3]
+    )
     peak, reference = headline.get("peak_bytes"), headline.get("reference_peak_bytes")
     return [
         at_most("bytes ratio", ledger.to_dict()["ratio"], limits.max_bytes_ratio, paper),
-        at_least("reconciled", _reconciled(packing, len(rows), len(off)), 1.0, detail),
+        at_least("reconciled", 1 - len(off) / len(rows) if rows else None, 1.0, detail),
         at_most("peak ratio", peak / reference if peak is not None and reference else None, limits.max_peak_ratio),
     ]
-
-
-def _reconciled(packing: Mapping[str, Any], lengths: int, off: int) -> float | None:
-    """The share of evaluated lengths at which the held storages have the format's bytes."""
-    if not lengths or not isinstance(packing.get("reconciled"), bool):
-        return None
-    return (lengths - off) / lengths if off or packing["reconciled"] else 0.0
 
 
 def _latency(evidence: Evidence, limits: Limits) -> Gate:
@@ -96,6 +91,8 @@ def _latency(evidence: Evidence, limits: Limits) -> Gate:
     headline = latency.get("headline") or {}
     before, after = headline.get("p95_reference_ms"), headline.get("p95_ms")
     detail = f"{before:.3g} ms to {after:.3g} ms" if before is not None and after is not None else ""
+    low, high = headline.get("p95_ratio_low"), headline.get("p95_ratio_high")
+    detail += f", 95 % interval of the ratio {low:.3g} to {high:.3g}" if low is not None and high is not None else ""
     return at_most("p95 ratio", headline.get("p95_ratio"), limits.max_p95_ratio, detail)
 
 

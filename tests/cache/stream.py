@@ -106,9 +106,14 @@ class Stream:
 
     def pages(self, s: int = 0) -> list[bytes]:
         """Every byte of each page of one sequence, header included."""
+        if not self.layer.packed:
+            return []
         return [bytes(self.layer.pool.arena[x.page].numpy()) for x in self.layer.segments[s] if x.page >= 0]
 
     def packed_spans(self, s: int = 0) -> list[tuple[int, int]]:
+        """First and last position of each page of one sequence."""
+        if not self.layer.packed:
+            return []
         return [(x.start, x.start + x.tokens) for x in self.layer.segments[s] if x.page >= 0]
 
 
@@ -150,7 +155,9 @@ def oracle(given: CachePolicy, seen: Tokens, prefill: int, row: int = 0) -> Tens
     for p in range(k.shape[1]):
         until = given.sink_tokens if p < prefill else packed_until(given, p)
         keys, values = (
-            torch.cat([x[:, : given.sink_tokens].float(), y[:, given.sink_tokens : until], x[:, until : p + 1].float()], 1)
+            torch.cat(
+                [x[:, : given.sink_tokens].float(), y[:, given.sink_tokens : until], x[:, until : p + 1].float()], 1
+            )
             for x, y in ((k, packed_k), (v, packed_v))
         )
         keys, values = (x[:, : p + 1].double().repeat_interleave(QUERY_HEADS // KV_HEADS, 0) for x in (keys, values))

@@ -8,58 +8,53 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream import Stream, oracle, packed_until, policy, stream, tokens
-
-
-def answers(fed: Stream, seed: int = 99) -> torch.Tensor:
-    """What four new tokens would be answered with; the stream is left as it was."""
-    probe = tokens(4, batch=fed.layer.batch_size, seed=seed)
-    out = torch.cat([fed.feed(probe.span(i, i + 1)) for i in range(4)], dim=2)
-    fed.crop(4)
-    return out
+from stream import Stream, decoded, oracle, packed_until, policy, stream, tokens
 
 
 def state(fed: Stream) -> dict[str, Any]:
     """Everything that a later query can depend on."""
     layer = fed.layer
     if not layer.packed:
-        return {"seen": layer.seen, "keys": layer.keys.tolist(), "values": layer.values.tolist()}
+        return {"seen": layer.seen, "dense": [_bytes(x) for x in layer.dense]}
     rows = range(layer.batch_size)
     buffers = (layer.sequences.keys, layer.sequences.values)
     return {
         "seen": layer.seen,
         "pages": [fed.pages(s) for s in rows],
         "segments": [[(x.page < 0, x.start, x.tokens) for x in layer.segments[s]] for s in rows],
-        "exact": [[x[s, :, : layer.exact[s]].tolist() for x in buffers] for s in rows],
-        "held": layer.held,
+        "exact": [[_bytes(x[s, :, : layer.exact[s]]) for x in buffers] for s in rows],
+        "held": list(layer.held),
     }
 
 
-@pytest.mark.parametrize("window", [0, 16, 32])
-@pytest.mark.parametrize("spoiled", [False, True])
+def _bytes(x: torch.Tensor) -> bytes:
+    return x.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize(("window", "spoiled"), [(0, False), (16, False), (16, True)])
 def test_case_7_rollback_restores_bytes_length_and_outputs_at_every_length(window: int, spoiled: bool) -> None:
     """Case 7: ask, roll back, ask again; also where a block was sealed in between, or held exact."""
     made = policy(sink_tokens=16, residual_window=window, rollback=16)
-    everything = tokens(180)
+    everything = tokens(140)
     if spoiled:
         everything.k[0, :, 60] = float("inf")
-        everything.q[:] = 0
     fed = stream(made)
-    for length in range(1, 180 - 16):
-        fed.feed(everything.span(length - 1, length))
-        if spoiled and length > 59:
-            fed.layer.segments  # noqa: B018
+    fed.feed(everything.span(0, 40))
+    for length in range(40, 140 - 16):
         before = state(fed)
-        for depth in (1, 5, 16):
-            fed.feed_all(everything.span(length, length + depth), [depth])
+        for depth in (5, 16):
+            first = fed.feed(everything.span(length, length + depth))
             assert fed.layer.seen == length + depth
             fed.crop(depth)
-            assert state(fed) == before or spoiled and repr(state(fed)) == repr(before)
-    used = len([x for x in fed.layer.segments[0] if x.page >= 0])
-    assert fed.layer.pool.used == used
+            assert state(fed) == before
+        again = fed.feed(everything.span(length, length + depth))
+        assert _bytes(again) == _bytes(first)
+        fed.crop(depth)
+        fed.feed(everything.span(length, length + 1))
+    assert fed.layer.pool.used == len([x for x in fed.layer.segments[0] if x.page >= 0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(1, 200),
     depths=st.lists(st.integers(1, 120), min_size=1, max_size=3),
@@ -72,13 +67,15 @@ def test_a_cut_of_any_depth_keeps_the_remaining_tokens_and_frees_the_pages(
 ) -> None:
     """Packed tokens stay as they were packed; exact ones stay exact; the sequence goes on from there."""
     made = policy(sink_tokens=16, residual_window=window, rollback=rollback)
-    everything = tokens(length + 150)
+    everything = tokens(length + 70)
     for block in spoiled:  # a block that fp16 scales can't hold stays exact
         everything.v[:, :, min(16 + 32 * block, length - 1), 0] = 1e30
     fed = stream(made)
     fed.cache.load([everything.k[:, :, :length]], [everything.v[:, :, :length]])
     packed = {
-        position: x for x in (fed.layer.segments[0] if fed.layer.packed else []) if x.page >= 0
+        position: x
+        for x in (fed.layer.segments[0] if fed.layer.packed else [])
+        if x.page >= 0
         for position in range(x.start, x.start + x.tokens)
     }
     left = length
@@ -102,10 +99,9 @@ def test_a_cut_of_any_depth_keeps_the_remaining_tokens_and_frees_the_pages(
             assert torch.equal(layer.keys, everything.k[:, :, :left])
             assert fed.cache._pools[next(iter(fed.cache._pools))].used == 0
     fed.feed(everything.span(left, left + 70))
-    fed.feed_all(everything.span(left + 70, left + 100), [1] * 30)
-    assert fed.layer.length(0) == left + 100
-    tail = fed.layer.exact[0] - fed.layer.held[0]
-    assert tail < made.residual_window + made.block
+    assert fed.layer.length(0) == left + 70
+    if fed.layer.packed:
+        assert fed.layer.exact[0] - fed.layer.held[0] < made.residual_window + made.block
     assert fed.cache.ledger().format_bytes == fed.cache.storage_bytes()
 
 
@@ -128,11 +124,6 @@ def test_answers_over_a_short_block_count_only_its_valid_tokens(backend: str) ->
     fed.feed(everything.span(0, 96))
     fed.crop(40)
     out = fed.feed(everything.span(96, 97))
-    kept = tokens(97)
-    for x, y in ((kept.k, everything.k), (kept.v, everything.v)):
-        x[:, :, 56] = y[:, :, 96]
-    from stream import decoded
-
     k, v = decoded(made, everything.k[0], everything.v[0])
     keys, values = (
         torch.cat([packed[:, :56], exact[0, :, 96:]], dim=1).double().repeat_interleave(2, 0)
@@ -203,4 +194,4 @@ def test_answers_after_rollback_are_the_oracles(length: int, depth: int, window:
     out = fed.feed(everything.span(length, length + 12))
     expected = oracle(made, everything.span(0, length + 12), prefill=length)[:, :, length:]
     assert (out.double() - expected).abs().max() < 2e-5
-    assert len(fed.pages() if fed.layer.packed else []) * 32 == packed_until(made, length + 11)
+    assert len(fed.pages()) * 32 == packed_until(made, length + 11)

@@ -65,30 +65,25 @@ class Case:
         return block_layout(layer, self.block, kv_heads, self.head_dim, self.torch_dtype.itemsize)
 
 
+def _pairs(chosen: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return set(combinations([(name, chosen[name]) for name in CHOICES if name in chosen], 2))
+
+
 @lru_cache(maxsize=1)
 def pairwise() -> tuple[Case, ...]:
     """Cases that hold every pair of choices, greedily: the first ones cover the most pairs."""
-    names = list(CHOICES)
-    open_pairs = {
-        ((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(CHOICES[a], CHOICES[b])
-    }
-    cases = []
-    while open_pairs:
-        seed = dict(min(open_pairs, key=str))
-        for name in (n for n in names if n not in seed):
-            order = {n: i for i, n in enumerate(names)}
-
-            def gain(value: Any, name: str = name, order: dict[str, int] = order) -> int:
-                pairs = (sorted([(name, value), item], key=lambda pair: order[pair[0]]) for item in seed.items())
-                return sum(tuple(pair) in open_pairs for pair in pairs)
-
-            values = CHOICES[name]
-            start = len(cases) % len(values)
-            seed[name] = max(values[start:] + values[:start], key=gain)
-        case = Case(**seed)
-        cases.append(case)
-        items = [(name, getattr(case, name)) for name in names]
-        open_pairs -= set(combinations(items, 2))
+    left = {((a, x), (b, y)) for a, b in combinations(CHOICES, 2) for x, y in product(CHOICES[a], CHOICES[b])}
+    cases: list[Case] = []
+    while left:
+        chosen = dict(min(left, key=str))
+        for name, values in CHOICES.items():
+            if name not in chosen:
+                start = len(cases) % len(values)  # so that ties don't always fall on the first value
+                candidates = [chosen | {name: value} for value in values[start:] + values[:start]]
+                gains = [len(_pairs(candidate) & left) for candidate in candidates]
+                chosen = candidates[gains.index(max(gains))]
+        cases.append(Case(**chosen))
+        left -= _pairs(chosen)
     return tuple(cases)
 
 

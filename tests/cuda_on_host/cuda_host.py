@@ -33,7 +33,7 @@ CACHE = Path(tempfile.gettempdir()) / f"kvdrift-cuda-on-host-{os.getuid()}"
 class HostKernel:
     """Called like a CuPy RawKernel."""
 
-    max_dynamic_shared_size_bytes = 0
+    max_dynamic_shared_size_bytes = preferred_shared_memory_carveout = 0
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -45,16 +45,13 @@ class HostKernel:
 
 
 class HostModule:
-    """In the place of `cuda.Module`."""
+    """In the place of a CuPy RawModule."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
-    def function(self, name: str) -> HostKernel:
+    def get_function(self, name: str) -> HostKernel:
         return HostKernel(self.library[f"run_{name}"])
-
-    def integers(self, name: str, count: int) -> list[int]:
-        return list((ctypes.c_int32 * count).in_dll(self.library, name))
 
 
 @lru_cache(maxsize=512)
@@ -83,6 +80,7 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C++ compiler (g++ or clang++) to run the .cu sources with")
     monkeypatch.setattr(cuda, "_module", module)
     monkeypatch.setattr(cuda, "_kernel", cuda._kernel.__wrapped__)
+    monkeypatch.setattr(cuda, "_checksum", cuda._checksum.__wrapped__)
     monkeypatch.setattr(cuda, "_attention", cuda._attention.__wrapped__)
     monkeypatch.setattr(cuda, "_on_stream", lambda device: nullcontext())
     monkeypatch.setattr(cuda, "_on_device", lambda device: nullcontext())

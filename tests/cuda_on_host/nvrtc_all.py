@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from cuda_cases import Case, pairwise
+from cuda_cases import Case, pairwise  # noqa: E402
 
-from kvdrift.kernels import cuda
+from kvdrift.kernels import cuda  # noqa: E402
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILL = re.compile(r"(\d+) bytes spill stores")

@@ -12,8 +12,10 @@ from cuda_host import run_on_host
 
 from kvdrift.kernels import cuda, definition
 
-FAST = 10
-CASES = [pytest.param(case, id=str(case), marks=[] if i < FAST else pytest.mark.slow) for i, case in enumerate(pairwise())]
+FAST = 8
+CASES = [
+    pytest.param(case, id=str(case), marks=[] if i < FAST else pytest.mark.slow) for i, case in enumerate(pairwise())
+]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from nvrtc_all import ARCHITECTURES, compile_case, compile_source, missing
 from kvdrift.kernels import cuda
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
-FAST = 12
+FAST = 9
 ALL = [(case, ARCHITECTURES[i % len(ARCHITECTURES)]) for i, case in enumerate(pairwise())]
 
 

@@ -6,7 +6,7 @@
 // Tokens that a warp takes at once: a whole block when keys are channel-major, else what keeps a step small, since
 // several steps must be under way on each multiprocessor.
 constexpr int TOKEN_BYTES = Key::ROW_BYTES + Value::ROW_BYTES;
-constexpr int SMALL_STEP = 64 * TOKEN_BYTES <= 16384 ? 64 : 32 * TOKEN_BYTES <= 16384 ? 32 : 16;
+constexpr int SMALL_STEP = 64 * TOKEN_BYTES <= 8192 ? 64 : 32 * TOKEN_BYTES <= 8192 ? 32 : 16;
 constexpr int STEP = Key::CHANNEL_MAJOR || BLOCK < SMALL_STEP ? BLOCK : SMALL_STEP;
 constexpr int TAIL_STEP = HEAD_DIM * sizeof(Input) <= 128 ? 32 : 16;
 

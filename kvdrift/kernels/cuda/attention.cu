@@ -13,8 +13,10 @@ constexpr float LOG2E = 1.4426950408889634f;
 __device__ constexpr bool small(int warps) { return QUERY_BYTES + warps * WARP_BYTES <= 96 * 1024; }
 constexpr int WARPS = small(4) ? 4 : small(2) ? 2 : 1;
 
-// What kernels/cuda.py must know to launch `attention`: tokens of a step, of a tail step, warps, bytes to reserve.
-extern "C" __device__ int sizes[4] = {STEP, TAIL_STEP, WARPS, QUERY_BYTES + WARPS * WARP_BYTES};
+// What kernels/cuda.py must know to launch `attention`.
+extern "C" __global__ void sizes(int* to) {
+    to[0] = STEP, to[1] = TAIL_STEP, to[2] = WARPS, to[3] = QUERY_BYTES + WARPS * WARP_BYTES;
+}
 
 // Row r of a KV head is query token r / SHARE of its query head r % SHARE; rows beyond the last are zero.
 struct QueryRows {
@@ -89,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention(
     __syncthreads();
 
     // Merge the warps' records.
-    float* out = partials + ((sequence * KV_HEADS + head) * gridDim.x + split) * tiles * QUERIES * RECORD + first * RECORD;
+    const i64 place = (sequence * KV_HEADS + head) * gridDim.x + split;
+    float* out = partials + (place * tiles * QUERIES + first) * RECORD;
     for (int i = threadIdx.x; i < QUERIES * RECORD; i += blockDim.x) {
         const int end = i / RECORD * RECORD + HEAD_DIM;  // where the query keeps its highest score
         const u8* records = memory + QUERY_BYTES;
@@ -133,7 +136,10 @@ extern "C" __global__ void __launch_bounds__(32 * MERGERS) merge(
 
     for (int channel = threadIdx.x; channel < HEAD_DIM; channel += blockDim.x) {
         float sum = 0.0f, total = 0.0f;
-        for (int w = 0; w < MERGERS; w++) sum += records[w * RECORD + channel], total += records[w * RECORD + HEAD_DIM + 1];
+        for (int w = 0; w < MERGERS; w++) {
+            sum += records[w * RECORD + channel];
+            total += records[w * RECORD + HEAD_DIM + 1];
+        }
         const i64 query_head = head * SHARE + row % SHARE;
         const i64 at = ((sequence * KV_HEADS * SHARE + query_head) * queries + row / SHARE) * HEAD_DIM + channel;
         store(out[at], sum / total);

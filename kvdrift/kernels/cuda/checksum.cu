@@ -1,4 +1,4 @@
-// The checksum of each page's payload, as kernels/definition.py defines it. One thread block a page; it knows no format.
+// The checksum of each page's payload, as kernels/definition.py defines it. One thread block a page; no format matters.
 #include "device.h"
 
 constexpr int THREADS = 256;

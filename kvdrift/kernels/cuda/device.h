@@ -1,4 +1,4 @@
-// What the kernels ask of the machine: number types, arithmetic that subnormals survive, asynchronous copies, the warp's
+// What the kernels ask of the machine: number types, arithmetic that keeps subnormals, asynchronous copies, the warp's
 // matrix product. No CUDA header is included, so that a bare GPU box with torch and CuPy can compile this.
 // tests/cuda_on_host provides the same names for a host compiler.
 #pragma once

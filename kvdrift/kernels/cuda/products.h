@@ -120,7 +120,8 @@ struct OverRows {
                     for (int pair = 0; pair < PAIRS; pair++) {
                         const float* sum = sums[(plane * S::COLUMNS + column) * PAIRS + pair][tile];
                         float* at = to + (lane.t + 4 * tile) * pitch + plane * S::POSITIONS + unit * S::UNIT + 2 * pair;
-                        if (unit * S::UNIT < S::POSITIONS) at[0] = sum[0] + sum[1] + offset, at[1] = sum[2] + sum[3] + offset;
+                        if (unit * S::UNIT >= S::POSITIONS) continue;
+                        at[0] = sum[0] + sum[1] + offset, at[1] = sum[2] + sum[3] + offset;
                     }
                 }
     }
@@ -147,11 +148,13 @@ struct AlongRows {
     }
 
     // Writes scores[query][token], `pitch` floats a query.
-    __device__ static void scores(const u8* stage, const float* queries, const float* query_sums, float* scores, int pitch);
+    __device__ static void scores(
+        const u8* stage, const float* queries, const float* query_sums, float* scores, int pitch);
 };
 
 template <class S>
-__device__ void AlongRows<S>::scores(const u8* stage, const float* queries, const float* query_sums, float* scores, int pitch) {
+__device__ void AlongRows<S>::scores(
+    const u8* stage, const float* queries, const float* query_sums, float* scores, int pitch) {
     const Lane lane;
     float sums[OUTS][TILES][4] = {}, results[OUTS][TILES][2] = {};
 #pragma unroll

@@ -12,7 +12,8 @@ struct Source {
 
 __device__ void load_tile(Input* tile, Source x) {
     constexpr int VECTOR = 16 / sizeof(Input);
-    const bool aligned = x.channel_stride == 1 && x.token_stride % VECTOR == 0 && reinterpret_cast<u64>(x.start) % 16 == 0;
+    const bool aligned =
+        x.channel_stride == 1 && x.token_stride % VECTOR == 0 && reinterpret_cast<u64>(x.start) % 16 == 0;
     if (aligned) {
         constexpr int ROW = HEAD_DIM / VECTOR;
         for (int i = threadIdx.x; i < BLOCK * ROW; i += blockDim.x) {
@@ -94,11 +95,18 @@ __device__ bool pack(const Input* tile, u8* page, int head) {
     for (int i = threadIdx.x; i < T::ROWS * ROW_WORDS; i += blockDim.x) {
         const int row = i / ROW_WORDS, byte = i % ROW_WORDS * 4;
         u32 word = 0;
-        for (int k = 0; k < 4; k++) {
-            for (int plane = 0; plane < T::PLANES; plane++) {
-                const int column = plane * T::ROW_BYTES + byte + k, at = column / T::GROUP * T::ROWS + row;
-                const float base = T::FORMAT == UNIFORM ? to_float(lows[at]) : 0.0f;
-                word |= encode<T>(element<T>(tile, row, column), to_float(scales[at]), base) << (8 * k + T::BITS * plane);
+#pragma unroll
+        for (int plane = 0; plane < T::PLANES; plane++) {
+            float step = 0.0f, base = 0.0f;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int column = plane * T::ROW_BYTES + byte + k;
+                if (k == 0 || T::GROUP % 4) {
+                    const int at = column / T::GROUP * T::ROWS + row;
+                    step = to_float(scales[at]);
+                    if (T::FORMAT == UNIFORM) base = to_float(lows[at]);
+                }
+                word |= encode<T>(element<T>(tile, row, column), step, base) << (8 * k + T::BITS * plane);
             }
         }
         words[i] = word;
@@ -130,16 +138,16 @@ __device__ void seal_tensor(Input* tile, Source x, u8* page, int head, u8* fits)
     if (!all) *fits = 0;  // every writer writes the same
 }
 
-// Grid (2 tensors, KV heads, blocks). `fits` comes in as ones.
+// Grid (blocks, KV heads, 2 tensors). `fits` comes in as ones.
 extern "C" __global__ void seal(
     const Input* keys, i64 key_block, i64 key_head, i64 key_token, i64 key_channel,
     const Input* values, i64 value_block, i64 value_head, i64 value_token, i64 value_channel,
     u8* arena, const int* pages, u8* fits) {
     extern __shared__ __align__(16) u8 memory[];
     Input* tile = reinterpret_cast<Input*>(memory);
-    const i64 head = blockIdx.y, block = blockIdx.z;
+    const i64 block = blockIdx.x, head = blockIdx.y;
     u8* page = arena + static_cast<i64>(pages[block]) * PAGE_BYTES;
-    if (blockIdx.x == 0) {
+    if (blockIdx.z == 0) {
         const Source x = {keys + block * key_block + head * key_head, key_token, key_channel};
         seal_tensor<Key>(tile, x, page, head, fits + block);
     } else {

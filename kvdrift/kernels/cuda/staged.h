@@ -1,9 +1,10 @@
-// One warp's share of a block in shared memory ("a step": STEP tokens of one KV head), and how it feeds the tensor core.
+// One warp's share of a block in shared memory ("a step": some tokens of one KV head), and how it feeds the tensor core.
 //
-// The product is c[outs × queries] += a[outs × sums] · b[sums × queries], in TF32. `a` holds *codes*: a uniform code goes
-// in as 2^bits + code, a float whose top mantissa bits are the code, which costs a shift and a mask and no conversion.
-// Scales go into `b` (or onto the sums), and offset = low − 2^bits · scale makes up for the rest. Each number of `b` is
-// split into two TF32 numbers in neighbouring columns, so that a product is as good as float32 and a tile has 4 queries.
+// The product is c[outs × queries] += a[outs × sums] · b[sums × queries], in TF32. `a` holds *codes*: a uniform code
+// goes in as 2^bits + code, a float whose top mantissa bits are the code, which costs a shift and a mask and no
+// conversion. Scales go into `b` (or onto the sums), and offset = low − 2^bits · scale makes up for the rest. Each
+// number of `b` is split into two TF32 numbers in neighbouring columns, so that a product is about as good as float32
+// and a tile has 4 queries.
 #pragma once
 #include "tensors.h"
 

@@ -19,14 +19,14 @@ __device__ __forceinline__ float decoded(const u8* page, int head, int token, in
     }
 }
 
-// Grid (2 tensors, KV heads, blocks).
+// Grid (blocks, KV heads, 2 tensors).
 extern "C" __global__ void unseal(const u8* arena, const int* pages, float* keys, float* values) {
     const int head = blockIdx.y;
-    const u8* page = arena + static_cast<i64>(pages[blockIdx.z]) * PAGE_BYTES;
-    const i64 start = (static_cast<i64>(blockIdx.z) * KV_HEADS + head) * BLOCK * HEAD_DIM;
+    const u8* page = arena + static_cast<i64>(pages[blockIdx.x]) * PAGE_BYTES;
+    const i64 start = (static_cast<i64>(blockIdx.x) * KV_HEADS + head) * BLOCK * HEAD_DIM;
     for (int i = threadIdx.x; i < BLOCK * HEAD_DIM; i += blockDim.x) {
         const int token = i / HEAD_DIM, channel = i % HEAD_DIM;
-        if (blockIdx.x == 0) {
+        if (blockIdx.z == 0) {
             keys[start + i] = decoded<Key>(page, head, token, channel);
         } else {
             values[start + i] = decoded<Value>(page, head, token, channel);

@@ -1,0 +1,90 @@
+"""Building blocks of a page, how values read on it, and the templates that turn it into markdown or HTML.
+
+This file knows nothing of what a page says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+NOT_MEASURED = "not measured"
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Table:
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    name: str
+    path: str
+
+
+Block = str | Table | Picture
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+def shown(value: Any) -> str:
+    """A value as a reader wants it: three digits, thousands parted, None as not measured."""
+    if value is None:
+        return NOT_MEASURED
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    return str(value)
+
+
+def size(count: int | None) -> str:
+    """Bytes in MiB."""
+    return NOT_MEASURED if count is None else f"{count / 2**20:,.2f} MiB"
+
+
+def blank(value: Any) -> str:
+    """A value in a table where None means that it doesn't apply."""
+    return "–" if value is None else shown(value)
+
+
+def flat(value: Any) -> str:
+    """A nested mapping on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.replace('_', ' ')} {flat(item)}" for key, item in sorted(value.items()))
+    return shown(value)
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of the templates folder, filled; names that it uses and `values` lacks are errors."""
+    return environment().get_template(template).render(**values)
+
+
+def environment() -> Environment:
+    """Templates are strict about names; HTML ones escape."""
+    found = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and ".html" in name,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.tests["table"] = lambda block: isinstance(block, Table)
+    found.tests["picture"] = lambda block: isinstance(block, Picture)
+    found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
+    return found

@@ -1,0 +1,42 @@
+"""What tests/cuda_on_host checks on a host, on a CUDA device: `pytest tests/gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_cases import Case, check_attention, check_pages, pairwise
+
+from kvdrift.kernels import cuda, definition
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels run on the host only"),
+]
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_pages_equal_the_definition_bit_for_bit(case: Case) -> None:
+    check_pages(case, "cuda")
+
+
+@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_attention_is_as_good_as_float32(case: Case, queries: int) -> None:
+    check_attention(case, "cuda", queries)
+
+
+def test_runs_on_the_current_stream() -> None:
+    """Work of a side stream comes after what that stream was doing."""
+    case = Case("channel4", 64, 4, "token4", 64, "bfloat16", 32, "float16")
+    layout = case.layout()
+    pages = torch.arange(64, dtype=torch.int32)
+    keys = torch.randn(64, 2, 64, 64).to(torch.bfloat16)
+    expected = torch.zeros(64, layout.page_bytes, dtype=torch.uint8)
+    definition.seal(keys, keys, layout, expected, pages)
+    arena = expected.cuda().zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        on_gpu = keys.cuda()
+        cuda.seal(on_gpu, on_gpu, layout, arena, pages.cuda())
+        assert torch.equal(arena.cpu(), expected)

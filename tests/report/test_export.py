@@ -1,0 +1,54 @@
+"""The nearest flags of serving engines. `python -m pytest tests/report/test_export.py`"""
+
+import pytest
+from made_up import EXACT, kivi
+
+from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
+from kvdrift.report.export import engine_flags
+from kvdrift.report.frontier import NEVER, activation, bound
+
+
+def flags(policy: CachePolicy) -> dict[str, tuple[str, str]]:
+    return {flag.engine: (flag.flag, flag.nearness) for flag in engine_flags(policy)}
+
+
+def test_exact_is_the_same_everywhere() -> None:
+    assert {nearness for _, nearness in flags(EXACT).values()} == {"same"}
+
+
+def test_per_channel_keys_have_no_vllm_flag() -> None:
+    found = flags(kivi("kivi4", 4))
+    assert found["vLLM"] == ("", "no equivalent")
+    assert found["llama.cpp"][0].startswith("--cache-type-k q4_1 --cache-type-v q4_1")
+    assert "residual_length=128" in found["Transformers"][0]
+    assert flags(kivi("kivi2", 2))["llama.cpp"] == ("", "no equivalent")
+
+
+@pytest.mark.parametrize(
+    ("format", "bits", "flag"),
+    [
+        ("fp8_e4m3", 8, "fp8_per_token_head"),
+        ("uniform", 8, "int8_per_token_head"),
+        ("uniform", 4, "int4_per_token_head"),
+    ],
+)
+def test_whole_head_formats_have_a_near_vllm_flag(format: str, bits: int, flag: str) -> None:
+    quantizer = Quantizer(format=format, bits=bits)
+    assert flags(CachePolicy("p", (LayerPolicy(quantizer, quantizer),)))["vLLM"] == (f"--kv-cache-dtype {flag}", "near")
+
+
+def test_a_mixed_policy_has_no_equivalent() -> None:
+    layers = (kivi("a", 2).layers[0], kivi("b", 8).layers[0])
+    assert {nearness for _, nearness in flags(CachePolicy("auto", layers)).values()} == {"no equivalent"}
+
+
+@pytest.mark.parametrize(("even", "start"), [(0, 0), (1600, 1600), (9999, 8128), (NEVER, 8128), (None, 0)])
+def test_the_released_policy_starts_at_its_break_even(even: int | None, start: int) -> None:
+    released = bound(kivi("kivi4", 4), even, 8128)
+    assert (released.min_length, released.max_length) == (start, 8128)
+    assert released.id == kivi("kivi4", 4).id
+    assert activation(released, even).endswith("up to 8,128 tokens")
+
+
+def test_case_14_never_is_said() -> None:
+    assert activation(bound(kivi("kivi4", 4), NEVER, 8128), NEVER).startswith("no break-even, slower at every length")

@@ -1,0 +1,84 @@
+"""Figures and their Vega templates. `python -m pytest tests/report/test_figures.py`"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dvc_render import VegaRenderer
+from made_up import LIMITS, Run
+
+from kvdrift.report.figures import (
+    FLOOR,
+    draw_frontier,
+    draw_heatmap,
+    draw_latency,
+    draw_recall,
+    heatmap_rows,
+    latency_rows,
+    recall_rows,
+)
+from kvdrift.report.frontier import choose, frontier_rows
+from kvdrift.report.verdict import judge
+
+TEMPLATES = Path(__file__).parent.parent.parent / ".dvc" / "plots"
+AXES = {
+    "heatmap": ("bucket", "layer"),
+    "recall": ("length", "depth"),
+    "frontier": ("bytes_ratio", "kl"),
+    "latency": ("context", "itl_ms"),
+}
+
+
+@pytest.fixture
+def rows(run: Run) -> dict[str, list[dict[str, Any]]]:
+    verdicts = [judge(run.evidence(name), LIMITS) for name in run.policies]
+    return {
+        "heatmap": heatmap_rows(verdicts),
+        "recall": recall_rows(verdicts),
+        "frontier": frontier_rows(verdicts, choose(verdicts)),
+        "latency": latency_rows({name: run.evidence(name).latency for name in run.policies}),
+    }
+
+
+def test_heatmap_has_a_row_a_cell_and_panel_and_no_zero(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(rows["heatmap"]) == 2 * 3 * 4 * 3
+    assert min(row["value"] for row in rows["heatmap"]) >= FLOOR
+    assert set(rows["heatmap"][0]) == {"policy", "layer", "bucket", "panel", "value"}
+
+
+def test_recall_shows_the_reference_once_and_then_each_candidate(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert list(dict.fromkeys(row["policy"] for row in rows["recall"])) == ["reference", "kivi4", "kivi2"]
+
+
+def test_frontier_marks_decisions_and_what_none_dominates(rows: dict[str, list[dict[str, Any]]]) -> None:
+    marks = {row["policy"]: (row["mark"], row["pareto"]) for row in rows["frontier"]}
+    assert marks == {"kivi2": ("reject", True), "kivi4": ("chosen", True), "exact": ("fallback", True)}
+
+
+def test_latency_keeps_the_workload_of_a_length_and_marks_only_a_crossing(run: Run) -> None:
+    latency = run.evidence("kivi4").latency
+    assert latency is not None
+    reused = {**latency["rows"][0], "context": 64, "reuse": "evicted"}
+    longer = {**latency["rows"][2], "generated": 1000, "candidate_p50_ms": 1.0}
+    found = latency_rows({"kivi4": {**latency, "rows": [*latency["rows"], reused, longer]}, "int4": None})
+    assert len(found) == 6
+    assert {row["break_even"] for row in found} == {1600}
+    never = {"1": {"tokens": None, "verdict": "never"}}
+    assert {row["break_even"] for row in latency_rows({"kivi4": {**latency, "break_even": never}})} == {None}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_template_takes_the_rows(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
+    x, y = AXES[name]
+    points = [row | {"rev": "workspace", "filename": f"plots/{name}.json", "field": y} for row in rows[name]]
+    renderer = VegaRenderer(points, name, template=name, template_dir=str(TEMPLATES), x=x, y=y)
+    filled = renderer.get_filled_template()
+    assert filled["data"]["values"] == points
+    assert "DVC_METRIC" not in str(filled)
+
+
+def test_nothing_measured_still_draws(tmp_path: Path) -> None:
+    for draw in (draw_heatmap, draw_recall, draw_frontier, draw_latency):
+        draw([], tmp_path / "empty.png")
+        assert (tmp_path / "empty.png").stat().st_size
+        (tmp_path / "empty.png").unlink()
