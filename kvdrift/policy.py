@@ -24,23 +24,29 @@ class PolicyError(ValueError):
 
 
 def _one_of(what: str, value: object, allowed: Sequence[object]) -> None:
-    if not any(value == one and type(value) is type(one) for one in allowed):
+    if value not in allowed:
         raise PolicyError(f"{what} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 
-def _whole(what: str, value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise PolicyError(f"{what} is {value!r}; allowed: whole numbers from 0 on")
-
-
-def _checked(cls: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    names = {field.name for field in fields(cls)}
+def _checked(cls: type, raw: object, where: str) -> dict[str, Any]:
+    """Plain data as the fields of `cls`, of the types that they say."""
+    types = {field.name: str(field.type) for field in fields(cls)}
     if not isinstance(raw, Mapping):
-        raise PolicyError(f"{where} is {raw!r}; pass a mapping with keys from {', '.join(sorted(names))}")
-    for key in raw:
-        if key not in names:
-            raise PolicyError(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(names))}")
+        raise PolicyError(f"{where} is {raw!r}; pass a mapping with keys from {', '.join(sorted(types))}")
+    for key, value in raw.items():
+        if key not in types:
+            raise PolicyError(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(types))}")
+        is_whole = type(value) is int or (value is None and "None" in types[key])
+        if "int" in types[key] and not is_whole:
+            raise PolicyError(f"{where}: {key} is {value!r}; pass a whole number")
+        if types[key] == "str" and not isinstance(value, str):
+            raise PolicyError(f"{where}: {key} is {value!r}; pass a name")
     return dict(raw)
+
+
+def _not_negative(what: str, value: int) -> None:
+    if value < 0:
+        raise PolicyError(f"{what} is {value}; it must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Quantizer:
         _one_of(f"bits of {self.format}", self.bits, FORMATS[self.format])
         _one_of("axis", self.axis, AXES)
         _one_of("scale_dtype", self.scale_dtype, tuple(SCALE_BYTES))
-        _whole("group", self.group)
+        _not_negative("group", self.group)
         if self.axis == "channel" and self.group == WHOLE_HEAD:
             raise PolicyError(f"group is {self.group}; a per-channel quantizer needs the number of tokens it groups")
         if self.format == "fp8_e4m3" and self.axis != "token":
@@ -116,11 +122,8 @@ class CachePolicy:
         if not self.layers:
             raise PolicyError(f"policy {self.name!r} has no layers")
         for name in ("sink_tokens", "residual_window", "rollback", "min_length"):
-            _whole(name, getattr(self, name))
-        if self.max_length is not None:
-            _whole("max_length", self.max_length)
-        if not (isinstance(self.escalation, tuple) and all(isinstance(step, str) for step in self.escalation)):
-            raise PolicyError(f"escalation is {self.escalation!r}; pass a list of policy names, such as [int8, exact]")
+            _not_negative(name, getattr(self, name))
+        _not_negative("max_length", self.max_length or 0)
         if self.rollback > self.block:
             raise PolicyError(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
         if (self.sink_tokens + self.residual_window) % 16:
@@ -187,8 +190,8 @@ def packed_blocks(policy: CachePolicy, length: int) -> int:
 
 
 def _groups(row: int) -> list[int]:
-    """Group sizes for a row of so many tokens or channels: the multiples of 8 that divide it."""
-    return [group for group in range(8, row + 1, 8) if row % group == 0]
+    """Group sizes for a row of so many tokens or channels: the powers of two from 8 on that divide it."""
+    return [group for group in (8, 16, 32, 64, 128, 256) if row % group == 0]
 
 
 def _check_row(name: str, tensor: str, quantizer: Quantizer, head_dim: int) -> None:
@@ -207,18 +210,18 @@ def _check_row(name: str, tensor: str, quantizer: Quantizer, head_dim: int) -> N
             )
 
 
-def _quantizer(raw: Mapping[str, Any] | None, where: str) -> Quantizer | None:
+def _quantizer(raw: object, where: str) -> Quantizer | None:
     return None if raw is None else Quantizer(**_checked(Quantizer, raw, where))
 
 
-def _layer(raw: Mapping[str, Any], where: str) -> LayerPolicy:
-    _checked(LayerPolicy, raw, where)
+def _layer(raw: object, where: str) -> LayerPolicy:
+    raw = _checked(LayerPolicy, raw, where)
     return LayerPolicy(
         key=_quantizer(raw.get("key"), f"{where}.key"), value=_quantizer(raw.get("value"), f"{where}.value")
     )
 
 
-def from_dict(raw: Mapping[str, Any], name: str | None = None) -> CachePolicy:
+def from_dict(raw: object, name: str | None = None) -> CachePolicy:
     """A policy from plain data: either `layers: [{key, value}, …]`, or `key` and `value` for all layers alike.
 
     Raises PolicyError on an unknown key or a value that isn't allowed.
@@ -236,6 +239,7 @@ def from_dict(raw: Mapping[str, Any], name: str | None = None) -> CachePolicy:
         layers = tuple(_layer(layer, f"{where} layer {i}") for i, layer in enumerate(listed))
     else:
         layers = (_layer({k: content.pop(k) for k in ("key", "value") if k in content}, where),)
-    if isinstance(content.get("escalation"), list):
-        content["escalation"] = tuple(content["escalation"])
-    return CachePolicy(name=name, layers=layers, **_checked(CachePolicy, content, where))
+    steps = content.pop("escalation", ["exact"])
+    if not (isinstance(steps, list | tuple) and all(isinstance(step, str) for step in steps)):
+        raise PolicyError(f"{where}: escalation is {steps!r}; pass a list of policy names, such as [int8, exact]")
+    return CachePolicy(name, layers, escalation=tuple(steps), **_checked(CachePolicy, content, where))

@@ -89,7 +89,9 @@ def load_stage(script: Path) -> Stage:
 def stage_overrides(root: Path, name: str, selections: Selections) -> Iterator[list[str]]:
     """The selections that `conf/<name>.yaml` has a group or a key for; once a policy where it leaves one open (???)."""
     primary: Any = OmegaConf.to_container(OmegaConf.load(root / "conf" / f"{name}.yaml"))
-    defaults = {k.split()[-1]: v for item in primary.pop("defaults", []) if isinstance(item, dict) for k, v in item.items()}
+    defaults = {
+        k.split()[-1]: v for item in primary.pop("defaults", []) if isinstance(item, dict) for k, v in item.items()
+    }
     taken = defaults | primary
     fixed = [f"{key}={getattr(selections, key)}" for key in ("profile", "model", "corpus", "gates") if key in taken]
     if "policies" in taken:

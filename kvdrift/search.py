@@ -39,7 +39,11 @@ def allocate(
     missing = [(slot, name) for slot in slots for name in names if (*slot, name) not in damage]
     if missing:
         raise PolicyError(f"the sensitivity map has no figure for {missing[0]}; rerun the sensitivity stage")
-    cost = {(tensor, name): _tensor_bytes(choices[name], tensor, shape, block) for tensor in ("key", "value") for name in names}
+    cost = {
+        (tensor, name): _tensor_bytes(choices[name], tensor, shape, block)
+        for tensor in ("key", "value")
+        for name in names
+    }
     elements = 2 * shape.kv_heads * shape.head_dim * block * shape.layers
     allowed = budget * elements / 8 - HEADER_BYTES * shape.layers
     level = dict.fromkeys(slots, 0)
@@ -77,7 +81,10 @@ def resolve(raw: Mapping[str, Any], chosen: Sequence[Mapping[str, str]]) -> dict
 
 def layer_choices(raw: Mapping[str, Any]) -> dict[str, LayerPolicy]:
     """The choices of a searched policy's YAML, validated."""
-    return {str(name): from_dict(dict(choice), name=str(name)).layers[0] for name, choice in raw["search"]["choices"].items()}
+    return {
+        str(name): from_dict(dict(choice), name=str(name)).layers[0]
+        for name, choice in raw["search"]["choices"].items()
+    }
 
 
 def _damage(cells: pl.DataFrame, names: Sequence[str]) -> dict[tuple[int, str, str], float]:

@@ -50,7 +50,11 @@ def main(config: CalibrateConfig) -> None:
     save_file({name: torch.stack(layers) for name, layers in ranges.items()}, config.out / "ranges.safetensors")
     prompts = [p for batch in batches for p in batch.prompts]
     content = {
-        "coverage": {"cohorts": sorted({p.cohort for p in prompts}), "prompts": len(prompts), "tokens": sum(len(p.tokens) for p in prompts)},
+        "coverage": {
+            "cohorts": sorted({p.cohort for p in prompts}),
+            "prompts": len(prompts),
+            "tokens": sum(len(p.tokens) for p in prompts),
+        },
         "outlier_limits": limits,
     }
     (config.out / "calibration.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -57,7 +57,7 @@ def main(config: FrontierConfig) -> None:
     for folder in (config.out, config.plots, config.changed.parent):
         folder.mkdir(parents=True, exist_ok=True)
 
-    verdicts = list(of_each(config.verdicts).values())
+    verdicts = [json.loads((config.verdicts / f"{name}.json").read_text()) for name in policies]
     latencies, packings = of_each(config.latency), of_each(config.quantize)
     choice = frontier.choose(verdicts)
     examples = []

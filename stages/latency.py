@@ -30,7 +30,7 @@ def main(config: LatencyConfig) -> None:
     import json
     import os
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else torch's profiler, which finds the peak, writes to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which finds the peak, writes to stderr
 
     import polars as pl
     from tqdm import tqdm
@@ -74,9 +74,14 @@ def main(config: LatencyConfig) -> None:
         ),
         "energy": kept.once("energy", lambda: service.joules_per_token(bench, first)),
         "cold_start": cold,
+        "peers": {
+            name: kept.once(name, lambda name=name: service.sample_peer(bench, name, first, sweep.pairs, seed))
+            for name in sweep.peers
+        },
     }
     content["headline"] = service.headline(content["rows"], kept.once("peaks", lambda: service.peaks(bench, first)))
     content["unavailable"] = [name for name in ("energy", "cold_start") if content[name] == "unavailable"]
+    content["unavailable"] += [f"peer {name}" for name, figures in content["peers"].items() if isinstance(figures, str)]
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / f"{config.plan}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     kept.clear()

@@ -11,7 +11,7 @@ class LogitsConfig:
     profile: Profile
     plan: str
     probes: list[str]
-    """Cohorts whose first prompt also gets the KL of single cells."""
+    """Cohorts whose longest prompt also gets the KL of single cells."""
     probe_steps: int
     manifest: Path
     prompts: Path
@@ -30,12 +30,11 @@ def main(config: LogitsConfig) -> None:
 
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache
-    from kvdrift.measure.cells import Variant, layer_kl
+    from kvdrift.measure.cells import CELLS, policy_cells
     from kvdrift.measure.logits import compare
     from kvdrift.measure.plans import read_plan
     from kvdrift.measure.reference import Stored, longest, stored
     from kvdrift.measure.replay import score
-    from kvdrift.measure.tensors import bucket_ranges
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)
@@ -53,7 +52,9 @@ def main(config: LogitsConfig) -> None:
         frames = []
         for row, prompt in enumerate(batch.prompts):
             steps = prompt.scored - 1
-            figures = compare(reference[row, :steps].to(model.device), logits[row, :steps], continuation[row, 1 : steps + 1])
+            figures = compare(
+                reference[row, :steps].to(model.device), logits[row, :steps], continuation[row, 1 : steps + 1]
+            )
             columns = {"step": range(steps), "position": range(batch.length, batch.length + steps)}
             columns |= {name: figure.cpu().numpy() for name, figure in figures.items()}
             frames.append(pl.DataFrame(columns).with_columns(prompt=pl.lit(prompt.id), cohort=pl.lit(prompt.cohort)))
@@ -64,22 +65,15 @@ def main(config: LogitsConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     pl.concat(frames).write_parquet(config.out / f"{config.plan}.parquet")
 
-    cells = []
+    model.float()  # a cell's effect is often below bfloat16's own rounding noise
     probes = [longest(scored, cohort) for cohort in config.probes]
-    bound = policy.bind(len(model.get_decoder().layers), probes[0].layer(0)[0].shape[-1])
-    for probe in probes:
-        ranges = bucket_ranges(probe.length)
-        for layer, quantizers in enumerate(tqdm(bound.layers, desc=f"cells {config.plan}", unit="layer")):
-            found = None
-            if not quantizers.is_exact:
-                found = layer_kl(model, probe, 0, layer, [Variant(bound, tuple(ranges))], config.probe_steps)[0].mean(1)
-            for i, span in enumerate(ranges):
-                packed = [b for b in range(bound.sink_tokens, probe.length - bound.exact_tokens + bound.sink_tokens - bound.block + 1, bound.block) if b in span]
-                kl = float(found[i]) if found is not None and packed else None
-                row = {"prompt": probe.prompts[0].id, "layer": layer, "bucket": span.start, "tensor": "both", "kl": kl}
-                cells.append(row | {"start": packed[0] if packed else None, "stop": packed[-1] + bound.block if packed else None})
-    schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64, "start": pl.Int64, "stop": pl.Int64, "tensor": pl.String, "kl": pl.Float64}
-    pl.DataFrame(cells, schema=schema).write_parquet(config.out / f"{config.plan}_cells.parquet")
+    cells = [
+        row
+        for batch, at in probes
+        for layer in tqdm(range(batch.layers), desc=f"cells {config.plan}", unit="layer")
+        for row in policy_cells(model, batch, at, layer, policy, config.probe_steps)
+    ]
+    pl.DataFrame(cells, schema=CELLS).write_parquet(config.out / f"{config.plan}_cells.parquet")
 
 
 if __name__ == "__main__":

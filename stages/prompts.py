@@ -26,7 +26,9 @@ def main(config: PromptsConfig) -> None:
     _, shape = models.read_manifest(config.manifest)
     tokenizer = models.load_tokenizer(config.manifest)
     try:
-        prompts = build(tokenizer, CorpusSpec.from_dict(config.corpus), config.texts, shape.positions, config.profile.seed)
+        prompts = build(
+            tokenizer, CorpusSpec.from_dict(config.corpus), config.texts, shape.positions, config.profile.seed
+        )
     except PromptError as error:
         raise ConfigError(error) from error
     config.out.parent.mkdir(parents=True, exist_ok=True)

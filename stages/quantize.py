@@ -45,23 +45,26 @@ def main(config: QuantizeConfig) -> None:
 
     errors, attention, escalated, reconciled = [], [], 0, []
     for batch in tqdm(batches, desc=f"quantize {config.plan}", unit="batch"):
-        prompt = batch.prompts[0]
-        scored = len(prompt.continuation) > 1
+        first = {prompt.cohort: row for row, prompt in reversed(list(enumerate(batch.prompts)))}
         for layer, layout in enumerate(layouts):
             if layout is None:
                 continue
-            keys, values = (x[0] for x in batch.layer(layer))
-            decoded = through_pages(keys, values, policy, layout)
-            escalated += decoded.escalated
-            errors.append(error_rows(prompt, layer, keys, values, decoded, ranges))
-            if scored:
-                (queries,) = batch.read(f"queries.{layer}")
-                attention.append(attention_rows(prompt, layer, queries[0], keys, values, decoded))
+            keys, values = batch.layer(layer)
+            queries = batch.read(f"queries.{layer}")[0] if len(batch.prompts[0].continuation) > 1 else None
+            for row in sorted(first.values()):
+                prompt, k, v = batch.prompts[row], keys[row], values[row]
+                decoded = through_pages(k, v, policy, layout)
+                escalated += decoded.escalated
+                errors.append(error_rows(prompt, layer, k, v, decoded, ranges))
+                if queries is not None:
+                    attention.append(attention_rows(prompt, layer, queries[row], k, v, decoded))
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)
     pl.concat(errors or [pl.DataFrame(schema=ERRORS)]).write_parquet(config.out / f"{config.plan}.parquet")
-    pl.concat(attention or [pl.DataFrame(schema=ATTENTION)]).write_parquet(config.out / f"{config.plan}_attention.parquet")
+    pl.concat(attention or [pl.DataFrame(schema=ATTENTION)]).write_parquet(
+        config.out / f"{config.plan}_attention.parquet"
+    )
     content = {
         "policy": policy.id,
         "bits_per_element": ledger.bits_per_element(policy, shape),

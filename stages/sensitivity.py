@@ -15,7 +15,7 @@ class SensitivityConfig:
     probe_policies: list[str]
     """Policies whose quantizers are probed cell by cell."""
     cohorts: list[str]
-    """Cohorts whose first prompt is a probe prompt."""
+    """Cohorts whose longest prompt is a probe prompt."""
     steps: int
     manifest: Path
     prompts: Path
@@ -38,13 +38,14 @@ def main(config: SensitivityConfig) -> None:
     torch.set_num_threads(config.profile.threads)
     batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
     model, _ = models.load(config.manifest, config.profile.torch_device, "kvdrift")
+    model.float()  # a cell's effect is often below bfloat16's own rounding noise
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
     prompts = [longest(batches, cohort) for cohort in config.cohorts]
-    work = [(batch, layer) for batch in prompts for layer in range(batch.layers)]
+    work = [(batch, at, layer) for batch, at in prompts for layer in range(batch.layers)]
     rows = [
         row
-        for batch, layer in tqdm(work, desc="sensitivity", unit="layer")
-        for row in layer_rows(model, batch, layer, chosen, config.steps)
+        for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer")
+        for row in layer_rows(model, batch, at, layer, chosen, config.steps)
     ]
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")

@@ -46,7 +46,8 @@ def main(config: VerdictConfig) -> None:
     print(f"{config.plan}: {verdict['decision']}")
     for gate in verdict["gates"]:
         if not gate["passed"]:
-            print(f"  {gate['status']}: {gate['name']}: {gate['detail'] or gate['measured']}")
+            found = "no figure" if gate["measured"] is None else f"{gate['measured']:.3g}"
+            print(f"  {gate['status']}: {gate['name']}: {found}, {gate['sense']} {gate['limit']:g}; {gate['detail']}")
 
 
 if __name__ == "__main__":

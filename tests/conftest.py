@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("kvdrift", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("kvdrift")
 
 TINY = {
     "vocab_size": 97,

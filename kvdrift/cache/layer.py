@@ -130,6 +130,11 @@ class PackedLayer(CacheLayerMixin):
         return [] if self.sequences is None else self.sequences.held
 
     @property
+    def escalated_blocks(self) -> int:
+        """Blocks that are held only because their format can't hold them."""
+        return sum(x.page == HELD and self._may_pack(s, x.start) for s, row in enumerate(self.segments) for x in row)
+
+    @property
     def batch_size(self) -> int:
         if self.sequences is not None:
             return len(self.exact)
@@ -178,10 +183,9 @@ class PackedLayer(CacheLayerMixin):
             self.real = torch.cat([past if self.real is None else self.real, now], dim=1)
 
     def append_dense(self, keys: Tensor, values: Tensor) -> None:
-        """Grow the dense tensors, exactly as Transformers' own layer does."""
-        if dense := self.dense:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(dense, (keys, values)))
-        self.keys, self.values = keys.contiguous(), values.contiguous()
+        """Grow the dense tensors, exactly as Transformers' own layer does; they are never the caller's."""
+        grown = zip([[x] for x in self.dense] or [[], []], (keys, values))
+        self.keys, self.values = (torch.cat([*past, new], dim=2) for past, new in grown)
 
     def prefill(self, keys: Tensor, values: Tensor, due: int) -> None:
         """Take in the first arrival, exact; seal the blocks that are due."""

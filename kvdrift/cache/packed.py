@@ -120,8 +120,7 @@ class PackedCache(Cache):
     @property
     def escalated_blocks(self) -> int:
         """Blocks that stay exact because their format can't hold them."""
-        held = [s for layer in self.packed_layers for row in layer.segments for s in row if s.page < 0]
-        return len(held)
+        return sum(layer.escalated_blocks for layer in self.packed_layers)
 
     def load_layer(
         self,

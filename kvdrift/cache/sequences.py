@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvdrift.cache.pool import BlockPool
@@ -183,7 +183,7 @@ class Sequences:
         self.segments[s].pop()
         self.shadowed[s] = False
 
-    def select(self, order: Int64[Tensor, "kept"]) -> None:
+    def select(self, order: Int[Tensor, "kept"]) -> None:
         """Keep these sequences, in this order; a sequence named twice shares its pages by reference count."""
         kept = order.tolist()
         old = self.segments

@@ -115,7 +115,8 @@ def decode_attention(
     padded_rows = turns * 4 * tiles
     kernels = _attention(layout, query.dtype, share, tiles, query.device)
     packed, tail = _splits(kernels, sequences * heads * turns, blocks * layout.block, exact_keys.shape[2], query.device)
-    partials = torch.empty(sequences, heads, packed + tail, padded_rows, head_dim + 2, dtype=torch.float32, device=query.device)
+    records = (sequences, heads, packed + tail, padded_rows, head_dim + 2)
+    partials = torch.empty(records, dtype=torch.float32, device=query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
     rows = [*_strided(query), np.int32(queries)]
@@ -195,7 +196,8 @@ def _checksum(device: torch.device) -> Any:
 @lru_cache(maxsize=256)
 def _attention(layout: BlockLayout, dtype: torch.dtype, share: int, tiles: int, device: torch.device) -> Attention:
     flags = options(page_constants(layout, dtype) | {"SHARE": share, "TILES": tiles})
-    attention, merge, sizes = (_function("attention.cu", name, flags, device) for name in ("attention", "merge", "sizes"))
+    names = ("attention", "merge", "sizes")
+    attention, merge, sizes = (_function("attention.cu", name, flags, device) for name in names)
     attention.preferred_shared_memory_carveout = 100
     numbers = torch.empty(4, dtype=torch.int32, device=device)
     _launch(sizes, (1, 1, 1), 1, [numbers])

@@ -7,20 +7,28 @@ noise exceeds many a cell, cancels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import polars as pl
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvdrift.cache import attention
 from kvdrift.cache.packed import PackedCache
 from kvdrift.measure.logits import kl
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK
-from kvdrift.policy import CachePolicy
+from kvdrift.measure.tensors import bucket_ranges
+from kvdrift.policy import CachePolicy, packed_until
+
+
+NAME = "kvdrift_cells"
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,51 @@ class Variant:
 
     policy: CachePolicy
     ranges: tuple[range, ...]
+
+
+CELLS = pl.Schema(
+    {
+        "prompt": pl.String,
+        "layer": pl.Int64,
+        "bucket": pl.Int64,
+        "start": pl.Int64,
+        "stop": pl.Int64,
+        "tensor": pl.String,
+        "kl": pl.Float64,
+    }
+)
+"""A row a cell of a candidate; [start, stop) are its packed tokens. An empty cell has null figures."""
+
+
+def policy_cells(
+    model: Any, stored: Stored, row: int, layer: int, policy: CachePolicy, steps: int
+) -> list[dict[str, Any]]:
+    """Rows of CELLS for one layer and prompt, keys and values of a cell packed together by the policy itself."""
+    spans = bucket_ranges(stored.length)
+    packed = range(policy.sink_tokens, packed_until(policy, stored.length))
+    cells = [packed_span(policy, packed, span) for span in spans]
+    figures: list[float | None] = [None] * len(spans)
+    if any(cells) and not policy.layer(layer).is_exact:
+        kls = layer_kl(model, stored, row, layer, [Variant(policy, tuple(spans))], steps)[0].mean(1).tolist()
+        figures = [kl if cell else None for kl, cell in zip(kls, cells)]
+    return [
+        {
+            "prompt": stored.prompts[row].id,
+            "layer": layer,
+            "bucket": span.start,
+            "start": cell.start if cell else None,
+            "stop": cell.stop if cell else None,
+            "tensor": "both",
+            "kl": kl,
+        }
+        for span, cell, kl in zip(spans, cells, figures)
+    ]
+
+
+def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
+    """Tokens of the blocks whose first token lies in the bucket; blocks run in steps from the first packed token."""
+    starts = [start for start in range(packed.start, packed.stop, policy.block) if start in bucket]
+    return range(starts[0], starts[-1] + policy.block) if starts else range(0)
 
 
 @torch.inference_mode()
@@ -45,39 +98,100 @@ def layer_kl(
     caches = [PackedCache(v.policy, model.config, dtype=model.dtype, pack_ranges={layer: v.ranges}) for v in batches]
     sizes = [len(v.ranges) for v in batches]
     for cache, size in zip(caches, sizes):
-        keys, values = (x[row : row + 1].to(device).expand(size, -1, -1, -1) for x in stored.layer(layer))
+        keys, values = (x[row : row + 1].to(device, model.dtype).expand(size, -1, -1, -1) for x in stored.layer(layer))
         cache.load_layer(layer, keys, values)
-    rest = _Rest(stored, row, layer, sum(sizes), len(decoder.layers), device)
+    rest = _Rest(stored, row, layer, len(decoder.layers), model)
     (entering,) = stored.read(f"hidden.{layer}")
-    entering = entering[row : row + 1, :steps].to(device)
+    entering = entering[row : row + 1, :steps].to(device, model.dtype)
     logits = []
-    for start in range(0, entering.shape[1], CHUNK):
-        chunk = entering[:, start : start + CHUNK]
-        shared = _shared_inputs(decoder, chunk, stored.length + start)
-        parts = [
-            _run(decoder.layers[layer], chunk.expand(size, -1, -1), cache, shared) for cache, size in zip(caches, sizes)
-        ]
-        hidden = torch.cat(parts)
-        for index in range(layer + 1, len(decoder.layers)):
-            hidden = _run(decoder.layers[index], hidden, rest, shared)
-        logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
+    with _cell_attention(model):
+        for start in range(0, entering.shape[1], CHUNK):
+            chunk = entering[:, start : start + CHUNK]
+            shared = _shared_inputs(decoder, chunk, stored.length + start)
+            parts = [
+                _run(decoder.layers[layer], chunk.expand(size, -1, -1), cache, shared)
+                for cache, size in zip(caches, sizes)
+            ]
+            hidden = torch.cat(parts)
+            for index in range(layer + 1, len(decoder.layers)):
+                hidden = _run(decoder.layers[index], hidden, rest, shared)
+            logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
     log_p = torch.cat(logits, dim=1)
     found = kl(log_p[:1].expand(log_p.shape[0] - 1, -1, -1), log_p[1:]).cpu()
     return list(found.split(sizes[1:]))
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Keys and values of one exact layer: a prefix that all rows share, and each row's own new tokens."""
+
+    keys: Float[Tensor, "1 kv_heads T d"]
+    values: Float[Tensor, "1 kv_heads T d"]
+    new_keys: Float[Tensor, "rows kv_heads new d"]
+    new_values: Float[Tensor, "rows kv_heads new d"]
+
+
 class _Rest:
-    """Exact caches of the layers behind the changed one, every row starting from the stored keys and values."""
+    """Exact caches of the layers behind the changed one. The stored prefix is held once, whatever the rows."""
 
-    def __init__(self, stored: Stored, row: int, layer: int, rows: int, layers: int, device: torch.device) -> None:
-        self._layers = {}
+    def __init__(self, stored: Stored, row: int, layer: int, layers: int, model: Any) -> None:
+        self._shared: dict[int, _Shared] = {}
         for index in range(layer + 1, layers):
-            cached = DynamicLayer()
-            cached.update(*(x[row : row + 1].to(device).expand(rows, -1, -1, -1) for x in stored.layer(index)))
-            self._layers[index] = cached
+            keys, values = (x[row : row + 1].to(model.device, model.dtype) for x in stored.layer(index))
+            self._shared[index] = _Shared(keys, values, keys[:, :, :0], values[:, :, :0])
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
-        return self._layers[layer_idx].update(keys, values)
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[_Shared, _Shared]:
+        held = self._shared[layer_idx]
+        rows = keys.shape[0]
+        new = [
+            torch.cat([x.expand(rows, -1, -1, -1), y], 2) for x, y in ((held.new_keys, keys), (held.new_values, values))
+        ]
+        self._shared[layer_idx] = now = replace(held, new_keys=new[0], new_values=new[1])
+        return now, now
+
+
+def _attention(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, **kwargs: Any) -> Any:
+    """Rows over their shared prefix as one block of queries, merged by log-sum-exp with each row's own new tokens."""
+    if not isinstance(key, _Shared):
+        return attention.attention(module, query, key, value, mask, **kwargs)
+    rows, _, new, d = query.shape
+    heads, scaling = key.keys.shape[1], kwargs.get("scaling") or d**-0.5
+    folded = query.unflatten(1, (heads, -1)).permute(1, 0, 2, 3, 4).reshape(1, heads, -1, d)
+    out, lse = _with_lse(folded, key.keys, key.values, scaling)
+    out, lse = (x.unflatten(2, (rows, -1, new))[0].transpose(0, 1).float() for x in (out, lse[..., None]))
+
+    own = query.unflatten(1, (heads, -1)).float() @ key.new_keys.float()[:, :, None].transpose(-1, -2) * scaling
+    seen = key.new_keys.shape[2]
+    hidden = torch.arange(seen, device=query.device) > torch.arange(seen - new, seen, device=query.device)[:, None]
+    own = own.masked_fill(hidden, float("-inf"))
+    own_lse = own.logsumexp(-1, keepdim=True)
+    own_out = (own - own_lse).exp() @ key.new_values.float()[:, :, None]
+    share = torch.sigmoid(own_lse - lse)
+    merged = torch.lerp(out, own_out, share).flatten(1, 2).to(query.dtype)
+    return merged.transpose(1, 2).contiguous(), None
+
+
+def _with_lse(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Full attention and the log-sum-exp of its scores; torch's flash kernel where it has one that tells both."""
+    if query.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(query, keys, values, 0.0, False, scale=scaling)[:2]
+        return out, lse
+    scores = query.float() @ keys.float().transpose(-1, -2) * scaling
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ values.float(), lse
+
+
+@contextmanager
+def _cell_attention(model: Any) -> Iterator[None]:
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _shared_inputs(decoder: Any, chunk: Tensor, first: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def reconcile(stored: Stored, policy: CachePolicy, shape: CacheShape) -> dict[st
     counted = ledger.account(policy, shape, tokens, 1)
     blocks, held, escalated = packed_blocks(policy, tokens), [], 0
     for index, layout in enumerate(layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)):
-        keys, values = (x[:1].contiguous() for x in stored.layer(index))
+        keys, values = (x[:1].clone() for x in stored.layer(index))
         if layout is None or not blocks:
             held += [keys, values]
             continue

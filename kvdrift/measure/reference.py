@@ -83,13 +83,13 @@ def stored(folder: Path, prompts: Sequence[Prompt], split: str = EVALUATION) -> 
     return [Stored(folder / f"{name}.safetensors", rows) for name, rows in batches(prompts, split).items()]
 
 
-def longest(batches: Sequence[Stored], cohort: str) -> Stored:
-    """The cohort's batch with the longest prefix: the one that reaches most position buckets."""
-    found = [batch for batch in batches if batch.prompts[0].cohort == cohort]
+def longest(batches: Sequence[Stored], cohort: str) -> tuple[Stored, int]:
+    """The cohort's first prompt with the longest prefix, the one that reaches most position buckets: batch and row."""
+    found = [(batch, row) for batch in batches for row, prompt in enumerate(batch.prompts) if prompt.cohort == cohort]
     if not found:
-        known = sorted({batch.prompts[0].cohort for batch in batches})
+        known = sorted({prompt.cohort for batch in batches for prompt in batch.prompts})
         raise ValueError(f"no prompts of cohort {cohort!r}; the corpus has {', '.join(known)}")
-    return max(found, key=lambda batch: batch.length)
+    return max(found, key=lambda at: at[0].length)
 
 
 def bytes_needed(prompts: Sequence[Prompt], shape: Any, hidden: int, vocab: int) -> int:

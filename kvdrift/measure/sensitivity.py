@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from kvdrift.layout import block_layout
-from kvdrift.measure.cells import Variant, layer_kl
+from kvdrift.measure.cells import Variant, layer_kl, packed_span
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import bucket_ranges, errors
@@ -64,10 +64,12 @@ def probes(searched: Mapping[str, Any], policies: Sequence[CachePolicy]) -> list
     return found
 
 
-def layer_rows(model: Any, stored: Stored, layer: int, chosen: Sequence[Probe], steps: int) -> list[dict[str, Any]]:
-    """Rows of SCHEMA for one layer and prompt (the batch's first)."""
+def layer_rows(
+    model: Any, stored: Stored, at: int, layer: int, chosen: Sequence[Probe], steps: int
+) -> list[dict[str, Any]]:
+    """Rows of SCHEMA for one layer and one prompt, row `at` of its batch."""
     whole = range(stored.length)
-    keys, values = (x[0] for x in stored.layer(layer))
+    keys, values = (x[at] for x in stored.layer(layer))
     variants, named = [], []
     for probe in chosen:
         policy = probe.policy.bind(stored.layers, keys.shape[-1])
@@ -78,7 +80,7 @@ def layer_rows(model: Any, stored: Stored, layer: int, chosen: Sequence[Probe], 
             spans = [whole, *(bucket_ranges(stored.length) if probe.by_bucket else ())]
             variants.append(Variant(only, tuple(spans)))
             named.append((probe, tensor, alone, spans))
-    kls = layer_kl(model, stored, 0, layer, variants, steps)
+    kls = layer_kl(model, stored, at, layer, variants, steps)
     rows = []
     for (probe, tensor, alone, spans), figures in zip(named, kls):
         layout = block_layout(alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
@@ -88,18 +90,12 @@ def layer_rows(model: Any, stored: Stored, layer: int, chosen: Sequence[Probe], 
         cosine = errors(exact, new).cosine.mean(0)
         for index, span in enumerate(spans):
             packed = packed_span(probe.policy, decoded.span, span)
-            row = {"prompt": stored.prompts[0].id, "probe": probe.name, "layer": layer, "tensor": tensor}
+            row = {"prompt": stored.prompts[at].id, "probe": probe.name, "layer": layer, "tensor": tensor}
             row |= {"bucket": None if index == 0 else span.start, "start": None, "stop": None}
             row |= {"kl": None, "kl_max": None, "cosine": None}
             if packed:
-                at = slice(packed.start - decoded.span.start, packed.stop - decoded.span.start)
+                inner = slice(packed.start - decoded.span.start, packed.stop - decoded.span.start)
                 row |= {"start": packed.start, "stop": packed.stop, "kl": float(figures[index].mean())}
-                row |= {"kl_max": float(figures[index].max()), "cosine": float(cosine[at].mean())}
+                row |= {"kl_max": float(figures[index].max()), "cosine": float(cosine[inner].mean())}
             rows.append(row)
     return rows
-
-
-def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
-    """Tokens of the blocks whose first token lies in the bucket; blocks run in steps from the first packed token."""
-    starts = [start for start in range(packed.start, packed.stop, policy.block) if start in bucket]
-    return range(starts[0], starts[-1] + policy.block) if starts else range(0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvdrift.measure import energy
+from kvdrift.measure import energy, peers
 from kvdrift.measure.bench import Bench, Work, held_bytes
 from kvdrift.measure.breakeven import break_even
 from kvdrift.measure.capacity import copy_bandwidth, largest, predicted
@@ -79,6 +79,15 @@ def _prefills(bench: Bench, point: Point, turn: int) -> tuple[Work, Work]:
 
         return bench.prefill(bench.empty_dynamic, batch, context), bench.prefill(evicted, batch, context)
     return bench.prefill(bench.empty_dynamic, batch, context), bench.prefill(bench.empty_packed, batch, context)
+
+
+@torch.inference_mode()
+def sample_peer(bench: Bench, peer: peers.Peer, point: Point, pairs: int, seed: int) -> dict[str, Any] | str:
+    """Decode steps over another of Transformers' caches against the reference, or what is not installed."""
+    package = peers.missing(peer)
+    if package is not None:
+        return f"{package} is not installed"
+    return asdict(ratio(peers.sample(bench, peer, point, pairs, seed), seed))
 
 
 def pairs_of(found: Mapping[str, Any]) -> Pairs:

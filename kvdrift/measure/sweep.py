@@ -61,8 +61,8 @@ class Sweep:
     """Tokens of a continued session's next turn."""
     cold_starts: int
     """Forked children before their first forward pass; 0 measures none."""
-    peers: list[str]
-    """Transformers' caches measured on the workload: `static`, `quanto`, `hqq`."""
+    peers: list[Literal["static", "quanto", "hqq"]]
+    """Transformers' other caches, measured on the workload."""
     capacity: CapacityTrial
 
 

@@ -30,11 +30,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % bootstrap interval."""
+    """A figure with its 95 % bootstrap interval, which one pair alone does not have."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def paired(
@@ -112,7 +112,7 @@ def _bootstrap(statistic: Callable[..., Any], seed: int, *data: Any) -> Estimate
 
     value = float(statistic(*(np.asarray(x) for x in data), axis=0))
     if len(data[0]) < 2:
-        return Estimate(value, 0.0, float("inf"))
+        return Estimate(value, None, None)
     found = bootstrap(
         data, statistic, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile", rng=seed
     ).confidence_interval

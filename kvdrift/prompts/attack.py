@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from kvdrift.prompts.assemble import Gap, Tokenizer, fixed_lengths, message
+from kvdrift.prompts.batches import batched
 from kvdrift.prompts.build import from_item
 from kvdrift.prompts.filler import calm
 from kvdrift.prompts.items import PEOPLE, Item, five_digits, planted, tool_arguments
@@ -24,7 +25,7 @@ def attack(
     seed: int,
     continuation: int = 65,
     max_new_tokens: int = 56,
-    batch_size: int = 12,
+    batch_size: int = 36,
 ) -> list[Prompt]:
     """`items` prompts of `length` tokens that plant their facts wholly inside the token ranges [start, stop).
 
@@ -52,10 +53,9 @@ def attack(
                 (continuation, max_new_tokens),
                 id=f"{COHORT}-{length:05d}-p{cell[0]:05d}-{index:02d}",
                 cohort=COHORT,
-                batch=f"{COHORT}-{length:05d}-b{index // batch_size:02d}",
             )
         )
-    return prompts
+    return batched(prompts, batch_size, COHORT)
 
 
 def _fitting(tokenizer: Tokenizer, cell: tuple[int, int], length: int, seed: int, index: int) -> list[Item]:

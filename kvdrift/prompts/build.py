@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 from kvdrift.prompts.assemble import Gap, Stretch, Tokenizer, assemble, encode
+from kvdrift.prompts.batches import batched
 from kvdrift.prompts.filler import calm
 from kvdrift.prompts.items import CRITICAL, Item, needle
 from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt, PromptError
@@ -24,30 +25,27 @@ def build(tokenizer: Tokenizer, spec: CorpusSpec, corpus: Path, max_positions: i
     spec.check(max_positions)
     prompts: list[Prompt] = []
     for name, cohort in spec.cohorts.items():
-        prompts += _cohort(tokenizer, name, cohort, Library(corpus, EVALUATION), seed, spec.batch_size)
+        prompts += _cohort(tokenizer, name, cohort, Library(corpus, EVALUATION), seed)
     prompts += _grid(tokenizer, spec, max_positions, seed)
     for name, cohort in spec.calibration.items():
-        prompts += _cohort(tokenizer, name, cohort, Library(corpus, CALIBRATION), seed, spec.batch_size)
-    return prompts
+        prompts += _cohort(tokenizer, name, cohort, Library(corpus, CALIBRATION), seed)
+    return batched(prompts, spec.batch_size)
 
 
-def _cohort(
-    tokenizer: Tokenizer, name: str, cohort: CohortSpec, library: Library, seed: int, batch_size: int
-) -> Iterator[Prompt]:
+def _cohort(tokenizer: Tokenizer, name: str, cohort: CohortSpec, library: Library, seed: int) -> Iterator[Prompt]:
     total, built = sum(cohort.prompts.values()), 0
     label = name if library.split == EVALUATION else f"{CALIBRATION}-{name}"
     for length, count in cohort.prompts.items():
         for index in range(count):
             rng = Random(f"{seed}/{label}/{length}/{index}")
             id = f"{label}-{length:05d}-{index:02d}"
-            batch = f"{label}-{length:05d}-b{index // batch_size:02d}"
             sizes = (cohort.continuation, cohort.max_new_tokens)
             if name in CRITICAL or name in STRUCTURED:
                 item = CRITICAL[name](rng, calm(rng)) if name in CRITICAL else STRUCTURED[name](rng, library.prose(rng))
-                yield from_item(tokenizer, item, length, sizes, id=id, cohort=name, batch=batch, split=library.split)
+                yield from_item(tokenizer, item, length, sizes, id=id, cohort=name, split=library.split)
             else:
                 text = excerpt(tokenizer, name, library, rng, built / total, length + cohort.continuation)
-                yield from_text(text, length, sizes, id=id, cohort=name, batch=batch, split=library.split)
+                yield from_text(text, length, sizes, id=id, cohort=name, split=library.split)
             built += 1
 
 
@@ -57,7 +55,7 @@ def _grid(tokenizer: Tokenizer, spec: CorpusSpec, max_positions: int, seed: int)
     for asked, depths in grid.depths.items():
         length = resolve(asked, max_positions, spec.answer_room)
         cells = [(depth, index) for depth in depths for index in range(grid.items)]
-        for number, (depth, index) in enumerate(cells):
+        for depth, index in cells:
             rng = Random(f"{seed}/{GRID}/{index}")
             yield from_item(
                 tokenizer,
@@ -66,7 +64,6 @@ def _grid(tokenizer: Tokenizer, spec: CorpusSpec, max_positions: int, seed: int)
                 (grid.continuation, grid.max_new_tokens),
                 id=f"{GRID}-{length:05d}-d{round(100 * depth):03d}-{index:02d}",
                 cohort=GRID,
-                batch=f"{GRID}-{length:05d}-b{number // spec.batch_size:02d}",
                 depth=depth,
             )
 
@@ -79,7 +76,6 @@ def from_item(
     *,
     id: str,
     cohort: str,
-    batch: str,
     split: str = EVALUATION,
     depth: float | None = None,
 ) -> Prompt:
@@ -105,13 +101,11 @@ def from_item(
         answer=item.answer,
         max_new_tokens=max_new_tokens,
         depth=depth,
-        batch=batch,
+        batch="",
     )
 
 
-def from_text(
-    text: Stretch, length: int, sizes: tuple[int, int], *, id: str, cohort: str, batch: str, split: str
-) -> Prompt:
+def from_text(text: Stretch, length: int, sizes: tuple[int, int], *, id: str, cohort: str, split: str) -> Prompt:
     """A prefix of `length` tokens and, as its continuation, the tokens that really follow."""
     continuation, max_new_tokens = sizes
     return Prompt(
@@ -126,7 +120,7 @@ def from_text(
         answer="",
         max_new_tokens=max_new_tokens,
         depth=None,
-        batch=batch,
+        batch="",
     )
 
 

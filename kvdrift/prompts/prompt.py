@@ -27,7 +27,7 @@ class Prompt:
     """One prefix with its teacher-forced continuation.
 
     `continuation` is held-out source text, or the gold answer and its end of turn; only its first `scored` tokens
-    count, the rest is padding that makes the batch rectangular. Prompts of one `batch` share cohort, split, prefix
+    count, the rest is padding that makes the batch rectangular. Prompts of one `batch` share split, prefix
     length, continuation length and `max_new_tokens`. `task` names a grader, or is empty when the prompt is only
     teacher-forced (then `max_new_tokens` may be 0).
     """

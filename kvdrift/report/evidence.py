@@ -26,9 +26,13 @@ SUMMARY = ["tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max"]
 SUMMARY += ["same_top1", "rms_delta_p", "rank_correlation", "perplexity_change"]
 
 
+ATTENTION = ["jensen_shannon", "top_overlap", "value_output", "combined_error"]
+"""Key geometry by the first two (weights, and the top positions kept), then values alone, then both, on the output."""
+
+
 @dataclass(frozen=True)
 class Sources:
-    """Where the stages put their results: `<folder>/<policy>.json`, `.parquet` and `_cells.parquet`."""
+    """Where the stages put their results: `<folder>/<policy>.json`, `.parquet`, `_cells.parquet` …"""
 
     manifest: Path
     plans: Path
@@ -47,6 +51,7 @@ class Evidence:
     shape: CacheShape
     packing: Mapping[str, Any] | None
     errors: pl.DataFrame | None
+    attention: pl.DataFrame | None
     logits: pl.DataFrame | None
     cells: pl.DataFrame | None
     generations: pl.DataFrame | None
@@ -77,6 +82,7 @@ def read_evidence(name: str, sources: Sources) -> Evidence:
         shape=shape,
         packing=read_json(sources.quantize / f"{name}.json"),
         errors=table(sources.quantize),
+        attention=table(sources.quantize, "_attention"),
         logits=table(sources.logits),
         cells=table(sources.logits, "_cells"),
         generations=table(sources.generate),
@@ -150,13 +156,18 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
 def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: int, batch: int) -> list[dict[str, Any]]:
     """A row a layer: bits of keys and values, bytes saved at the workload, cosines, relative errors, KL.
 
-    Each is that of the layer's worst bucket; an exact layer has none.
+    Cosine, error and KL are those of the layer's worst bucket, what attention makes of them (ATTENTION) is the mean
+    over all prompts; an exact layer has none.
     """
     errors: dict[tuple[int, str], float | None] = {}
     if evidence.errors is not None and not evidence.errors.is_empty():
         by_bucket = evidence.errors.group_by("layer", "tensor", "bucket").agg(_by_tokens("rel_l2"))
         found = by_bucket.group_by("layer", "tensor").agg(pl.col("rel_l2").sort().last())
         errors = {(row["layer"], row["tensor"]): finite(row["rel_l2"]) for row in found.to_dicts()}
+    attention: dict[int, dict[str, Any]] = {}
+    if evidence.attention is not None:
+        means = evidence.attention.group_by("layer").agg(pl.col(ATTENTION).mean())
+        attention = {row.pop("layer"): row for row in means.to_dicts()}
     single, exact_bits = replace(evidence.shape, layers=1), 8 * evidence.shape.dtype_bytes
     rows = []
     for layer, quantizers in enumerate(evidence.policy.layers):
@@ -169,6 +180,7 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
         for name, worst in (("key_cosine", min), ("value_cosine", min), ("kl", max)):
             figures = [cell[name] for cell in own]
             row[name] = worst(figures) if figures and None not in figures else None
+        row |= {name: finite(attention.get(layer, {}).get(name)) for name in ATTENTION}
         rows.append(row)
     return rows
 

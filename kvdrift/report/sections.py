@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdrift.report.evidence import ATTENTION
 from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown, size
 
 
@@ -139,7 +140,7 @@ def _where(receipt: Mapping[str, Any]) -> list[Section]:
     ]
     head = ("policy", "layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
     columns = ["layer", "key_bits", "value_bits", "saved_bytes"]
-    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl"]
+    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl", *ATTENTION]
     layers = [tuple(blank(row[name]) for name in columns) for row in receipt["layers"]]
     pictures = [Picture(Path(path).stem, path) for path in receipt["figures"]]
     return [

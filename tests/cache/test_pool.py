@@ -13,7 +13,7 @@ from kvdrift.cache.pool import BlockPool, PoolExhausted
 from kvdrift.policy import PolicyError, from_dict
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 5)), max_size=40))
 def test_a_growing_pool_never_hands_out_a_page_in_use(steps: list[tuple[str, int]]) -> None:
     pool, held = BlockPool(64, torch.device("cpu")), list[int]()

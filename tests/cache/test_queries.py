@@ -31,7 +31,7 @@ def runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[int]]:
     return fields, draw(st.lists(st.integers(1, 70), min_size=1, max_size=6))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=runs(), seed=st.integers(0, 9))
 def test_every_query_of_any_chunking_sees_what_the_oracle_says(
     backend: str, run: tuple[dict[str, Any], list[int]], seed: int
@@ -48,7 +48,7 @@ def test_every_query_of_any_chunking_sees_what_the_oracle_says(
     assert fed.packed_spans() == spans
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=runs(), seed=st.integers(0, 9))
 def test_chunked_streamed_and_one_shot_pages_are_equal_to_the_byte(
     backend: str, run: tuple[dict[str, Any], list[int]], seed: int

@@ -54,7 +54,7 @@ def test_case_7_rollback_restores_bytes_length_and_outputs_at_every_length(windo
     assert fed.layer.pool.used == len([x for x in fed.layer.segments[0] if x.page >= 0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 200),
     depths=st.lists(st.integers(1, 120), min_size=1, max_size=3),
@@ -182,7 +182,7 @@ def test_reset_gives_the_pages_back_and_a_refill_answers_as_the_first_time() -> 
     assert torch.equal(fed.feed_all(everything, [100] + [1] * 50), first)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(length=st.integers(33, 150), depth=st.integers(1, 16), window=st.sampled_from([0, 32]))
 def test_answers_after_rollback_are_the_oracles(length: int, depth: int, window: int) -> None:
     made, everything = policy(residual_window=window), tokens(170)

@@ -3,6 +3,7 @@ the host, by the compilation with NVRTC, and by tests/gpu."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, product
@@ -91,26 +92,36 @@ def awkward_blocks(case: Case, kv_heads: int, seed: int = 0) -> Tensor:
     """Blocks [blocks, kv_heads, block, head_dim] of what breaks quantizers, one kind a block; strides as in a model."""
     generator = torch.Generator().manual_seed(seed)
     dtype = case.torch_dtype
-    x = torch.randn(11, case.block, kv_heads, case.head_dim, generator=generator)
+    x = torch.randn(14, case.block, kv_heads, case.head_dim, generator=generator)
     x[1, ..., 7] *= 50  # an outlier channel
-    x[2] = torch.randint(0, 8, x[2].shape, generator=generator) / 2  # halves: ties in rounding
-    x[3] = 0.0
-    x[4, :, 0] = -0.3125  # a constant
-    x[5] = torch.where(x[5] > 0, 60000.0, -60000.0)  # a span that float16 can't hold
-    x[6] *= torch.finfo(dtype).smallest_normal * 8  # subnormals and scales that vanish
-    x[7] *= 1e-7
-    x[8, 3, 1, 5] = float("nan")
-    x[9, 2, 0, 1] = float("inf")
-    x[10] = torch.where(x[10].abs() < 0.1, -0.0, x[10] * torch.finfo(dtype).max / 8)
+    diagonal = (torch.arange(case.block)[:, None, None] + torch.arange(case.head_dim)) % 8  # all in each group of 8
+    for i, levels in enumerate((3, 15, 255, 448)):  # ties in rounding: a scale of 1, and halves
+        ties = torch.randint(0, 2 * levels + 1, x[0].shape, generator=generator) / 2
+        x[2 + i] = ties.where(diagonal != 0, 0.0).where(diagonal != 4, float(levels))
+    x[6] = 0.0
+    x[7, :, 0] = -0.3125  # a constant
+    x[8] = torch.where(x[8] > 0, 60000.0, -60000.0)  # a span that float16 can't hold
+    x[9] *= torch.finfo(dtype).smallest_normal * 8  # subnormals and scales that vanish
+    x[10] = x[10].abs().where(diagonal != 0, -1e-9)  # a low that rounds to float16's negative zero
+    x[11, 3, 1, 5] = float("nan")
+    x[12, 2, 0, 1] = float("inf")
+    x[13] = torch.where(x[13].abs() < 0.1, -0.0, x[13] * torch.finfo(dtype).max / 8)
     return x.to(dtype).transpose(1, 2)
 
 
-def check_pages(case: Case, device: str) -> None:
+def unaligned(x: Tensor) -> Tensor:
+    """The same numbers, two apart in memory and from an odd place on."""
+    wide = x.new_empty(*x.shape[:-1], 2 * x.shape[-1] + 1)
+    wide[..., 1::2] = x
+    return wide[..., 1::2]
+
+
+def check_pages(case: Case, device: str, arrange: Callable[[Tensor], Tensor] = lambda x: x) -> None:
     """seal, unseal and checksum equal the definition's on a CPU, byte for byte."""
     layout = case.layout()
-    keys, values = awkward_blocks(case, 2), awkward_blocks(case, 2, seed=1)
-    pages = torch.randperm(12, generator=torch.Generator().manual_seed(2))[: len(keys)].int()
-    blank = torch.full((12, layout.page_bytes), 0xA5, dtype=torch.uint8)
+    keys, values = arrange(awkward_blocks(case, 2)), awkward_blocks(case, 2, seed=1)
+    pages = torch.randperm(15, generator=torch.Generator().manual_seed(2))[: len(keys)].int()
+    blank = torch.full((15, layout.page_bytes), 0xA5, dtype=torch.uint8)
     expected, sealed = blank.clone(), blank.to(device)
     fits = definition.seal(keys, values, layout, expected, pages)
     got = cuda.seal(keys.to(device), values.to(device), layout, sealed, pages.to(device))
@@ -131,7 +142,14 @@ def check_pages(case: Case, device: str) -> None:
     assert torch.equal(cuda.checksum(arena, kept.to(device)).cpu(), definition.checksum(expected, kept))
 
 
-def check_attention(case: Case, device: str, queries: int = 2, blocks: int = 3, capacity: int = 40) -> None:
+def check_attention(
+    case: Case,
+    device: str,
+    queries: int = 2,
+    blocks: int = 3,
+    capacity: int = 40,
+    arrange: Callable[[Tensor], Tensor] = lambda x: x,
+) -> None:
     """decode_attention against float64 over the decoded values: short and absent blocks, ragged exact tails."""
     kv_heads, sequences, dtype = 2, 2, case.torch_dtype
     layout = case.layout(kv_heads)
@@ -156,8 +174,8 @@ def check_attention(case: Case, device: str, queries: int = 2, blocks: int = 3, 
     query = normal(sequences, queries, kv_heads * case.share, case.head_dim).to(dtype).transpose(1, 2)
     scaling = case.head_dim**-0.5
 
-    args = (arena, pages, tokens, *exact, lengths)
-    out = cuda.decode_attention(query.to(device), layout, *(arg.to(device) for arg in args), scaling)
+    args = (arena, pages, tokens, *map(arrange, exact), lengths)
+    out = cuda.decode_attention(arrange(query).to(device), layout, *(arg.to(device) for arg in args), scaling)
     meant, logits = attention64(query, layout, *args, scaling)
     assert out.dtype == dtype
     assert out.shape == query.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import Case, attention64, check_attention, check_pages, pairwise
+from cuda_cases import Case, attention64, check_attention, check_pages, pairwise, unaligned
 from cuda_host import run_on_host
 
 from kvdrift.kernels import cuda, definition
@@ -40,6 +40,11 @@ KIVI4 = Case("channel4", 64, 3, "token4", 64, "float32", 32, "float16")
 def test_attention_of_many_queries() -> None:
     """16 query tokens take several row tiles, and each sees one token more than the one before."""
     check_attention(KIVI4, "cpu", queries=16, blocks=1)
+
+
+def test_inputs_may_have_any_strides() -> None:
+    check_pages(KIVI4, "cpu", arrange=unaligned)
+    check_attention(KIVI4, "cpu", arrange=unaligned)
 
 
 @pytest.mark.parametrize("blocks", [1, 128])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_cases import Case, check_attention, check_pages, pairwise
+from cuda_cases import Case, check_attention, check_pages, pairwise, unaligned
 
 from kvdrift.kernels import cuda, definition
 
@@ -23,6 +23,12 @@ def test_pages_equal_the_definition_bit_for_bit(case: Case) -> None:
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_attention_is_as_good_as_float32(case: Case, queries: int) -> None:
     check_attention(case, "cuda", queries)
+
+
+def test_inputs_may_have_any_strides() -> None:
+    case = Case("channel4", 64, 3, "token4", 64, "bfloat16", 32, "float16")
+    check_pages(case, "cuda", unaligned)
+    check_attention(case, "cuda", arrange=unaligned)
 
 
 def test_runs_on_the_current_stream() -> None:

@@ -43,7 +43,7 @@ def test_batches_are_rectangular_and_not_too_large(prompts):
         batches[prompt.batch].append(prompt)
     for batch in batches.values():
         assert len(batch) <= 12
-        alike = {(p.cohort, p.split, len(p.tokens), len(p.continuation), p.max_new_tokens) for p in batch}
+        alike = {(p.split, len(p.tokens), len(p.continuation), p.max_new_tokens) for p in batch}
         assert len(alike) == 1
 
 

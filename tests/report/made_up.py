@@ -59,6 +59,7 @@ class Run:
         self.write("plans", name, policy.bind(SHAPE.layers, SHAPE.head_dim).to_dict())
         self.write("quantize", name, packing(policy))
         errors_frame(0 if exact else SHAPE.layers).write_parquet(self.path("quantize", f"{name}.parquet"))
+        attention_frame(0 if exact else SHAPE.layers).write_parquet(self.path("quantize", f"{name}_attention.parquet"))
         logits_frame(kl).write_parquet(self.path("logits", f"{name}.parquet"))
         cells_frame(0 if exact else SHAPE.layers, kl).write_parquet(self.path("logits", f"{name}_cells.parquet"))
         generations_frame(exact).write_parquet(self.path("generate", f"{name}.parquet"))
@@ -99,6 +100,18 @@ def errors_frame(layers: int) -> pl.DataFrame:
     return pl.DataFrame(
         rows or None, schema=None if rows else schema | dict.fromkeys(("cosine", "rel_l2", "saturated"), pl.Float64)
     )
+
+
+def attention_frame(layers: int) -> pl.DataFrame:
+    names = ("key_logits", "value_output", "jensen_shannon", "top_overlap", "value_error", "combined_error")
+    rows = [
+        {"prompt": "code-1", "layer": layer, "bucket": bucket}
+        | {name: 0.01 if (bucket is None) == (n > 1) else None for n, name in enumerate(names)}
+        for layer in range(layers)
+        for bucket in (*BUCKETS, None)
+    ]
+    schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64}
+    return pl.DataFrame(rows, schema=schema | dict.fromkeys(names, pl.Float64))
 
 
 def cells_frame(layers: int, kl: float) -> pl.DataFrame:

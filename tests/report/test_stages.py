@@ -37,7 +37,8 @@ def finish(run: Run, policies: list[str] | None = None) -> str:
     for folder in ("kvdrift/quantizers", "kvdrift/kernels", "kvdrift/cache", "stages"):
         (run.root / folder).mkdir(parents=True, exist_ok=True)
         (run.root / folder / "code.py").write_text("pass\n")
-    return stage(run, "frontier", f"policies=[{','.join(policies or run.policies)}]")
+    (run.root / "params.yaml").write_text(f"policies: [{', '.join(policies or run.policies)}]\n")
+    return stage(run, "frontier")
 
 
 def read(run: Run, path: str) -> Any:

@@ -32,6 +32,17 @@ def test_a_healthy_candidate_is_accepted(run: Run) -> None:
     json.dumps(verdict, allow_nan=False)
 
 
+def test_the_layer_map_says_where_and_what_it_saves(run: Run) -> None:
+    verdict = judge(run.evidence("kivi4"), LIMITS)
+    rows = verdict["layers"]
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    assert sum(row["saved_bytes"] for row in rows) == verdict["bytes"]["saved_bytes"]
+    assert (rows[2]["key_bits"], rows[2]["value_error"], rows[2]["top_overlap"]) == (4, pytest.approx(0.1), 0.01)
+    assert rows[2]["key_cosine"] == pytest.approx(0.997)
+    exact = judge(run.evidence("exact"), LIMITS)["layers"][0]
+    assert (exact["key_bits"], exact["saved_bytes"], exact["kl"]) == (16, 0, None)
+
+
 def test_metrics_are_ten_or_so_numbers(run: Run) -> None:
     metrics = judge(run.evidence("kivi4"), LIMITS)["metrics"]
     assert list(metrics) == "accepted bits bytes kl kl_p99 top1 min_cos drift recall itl even".split()  # noqa: SIM905
@@ -68,7 +79,7 @@ MISSING = {
 
 
 def test_missing_covers_all_evidence() -> None:
-    assert set(MISSING) == {field.name for field in fields(Evidence)} - {"policy", "shape"}
+    assert set(MISSING) == {field.name for field in fields(Evidence)} - {"policy", "shape", "attention"}
 
 
 @pytest.mark.parametrize("what", MISSING)

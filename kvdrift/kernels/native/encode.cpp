@@ -1,12 +1,13 @@
 // seal: blocks of keys and values into pages, one (block, head, tensor) at a time.
-// A block's values go through a float32 tile that stays in the core's cache; from there on only float32 is handled.
 #include <algorithm>
 #include <vector>
 
-#include "encode.h"
+#include "tile.h"
 
 namespace kvdrift {
 namespace {
+
+constexpr int WIDEST_ROW = 1024;  // of those that are read in whole lanes
 
 struct Strided {
     const uint8_t *data;
@@ -14,98 +15,10 @@ struct Strided {
 };
 
 struct Scratch {
-    std::vector<float> tile;                   // [tokens][stride], padded with zeros to whole lanes
-    std::vector<float> smallest, highest;      // [groups][rows, padded]
-    std::vector<float> divisor, base;          // the same, as stored
-    mutable std::vector<int64_t> group_of;     // where a token's group lies in those
+    std::vector<float> tile;
+    std::vector<float> smallest, highest;  // [groups][rows, padded to whole lanes]
+    std::vector<float> divisor, base;      // the same, as stored
 };
-
-template <class V>
-INLINE V load_part(const void *from, int n) {  // the first n lanes' bytes; zeros behind them
-    V v = {};
-    std::memcpy(&v, from, n * sizeof(v[0]));
-    return v;
-}
-
-template <int32_t D>
-INLINE f32x16 load_values(const uint8_t *from, int n) {
-    if (D == FLOAT32) return n < LANES ? load_part<f32x16>(from, n) : load<f32x16>(from);
-    const u16x16 x = n < LANES ? load_part<u16x16>(from, n) : load<u16x16>(from);
-    return D == FLOAT16 ? from_half(x) : from_bfloat(x);
-}
-
-// Fills the tile; false where a value isn't finite.
-template <int32_t D>
-bool load_tile(const uint8_t *data, int64_t token_bytes, int tokens, int channels, float *tile, int64_t stride) {
-    constexpr int64_t AHEAD = 4096;  // blocks follow each other in memory, so this also begins the next one
-    i32x16 largest = {};
-    const auto convert = [&largest](f32x16 x, float *to) {
-        const i32x16 m = magnitude(x);
-        largest = m > largest ? m : largest;
-        store(to, to_float32(x));
-    };
-    for (int t = 0; t < tokens; t++, data += token_bytes, tile += stride) {
-        int c = 0;
-        for (; c + LANES <= channels; c += LANES) {
-            __builtin_prefetch(data + c * bytes_of(D) + AHEAD);
-            convert(load_values<D>(data + c * bytes_of(D), LANES), tile + c);
-        }
-        if (c < channels) convert(load_values<D>(data + c * bytes_of(D), channels - c), tile + c);
-    }
-    return !any(largest >= INFINITE);
-}
-
-bool load_tile(int32_t dtype, const uint8_t *data, int64_t token_bytes, int tokens, int channels, float *tile,
-               int64_t stride) {
-    const auto load = dtype == FLOAT32 ? load_tile<FLOAT32> : dtype == FLOAT16 ? load_tile<FLOAT16> : load_tile<BFLOAT16>;
-    return load(data, token_bytes, tokens, channels, tile, stride);
-}
-
-// Smallest and highest of each group, [groups][padded]: groups along time, up to 4 × 16 channels at a time …
-template <int N>
-INLINE void channel_range(const float *x, int64_t stride, int group, float *smallest, float *highest) {
-    f32x16 lo[N], hi[N];
-    for (int n = 0; n < N; n++) lo[n] = hi[n] = load<f32x16>(x + n * LANES);
-    for (int t = 1; t < group; t++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            const f32x16 v = load<f32x16>(x + t * stride + n * LANES);
-            lo[n] = min(lo[n], v), hi[n] = max(hi[n], v);
-        }
-    for (int n = 0; n < N; n++) store(smallest + n * LANES, lo[n]), store(highest + n * LANES, hi[n]);
-}
-
-void channel_ranges(const TensorSpec &s, const float *tile, int64_t stride, float *smallest, float *highest) {
-    const int group = s.group();
-    for (int g = 0; g < s.groups; g++, tile += group * stride, smallest += stride, highest += stride) {
-        int c = 0;
-        for (; c + 4 * LANES <= stride; c += 4 * LANES) channel_range<4>(tile + c, stride, group, smallest + c, highest + c);
-        for (; c < stride; c += LANES) channel_range<1>(tile + c, stride, group, smallest + c, highest + c);
-    }
-}
-
-// … or along one token's channels, four tokens at a time.
-void token_ranges(const TensorSpec &s, const float *tile, int64_t stride, float *smallest, float *highest,
-                  int64_t padded) {
-    const int group = s.group();
-    for (int t = 0; t < s.rows; t += 4)
-        for (int g = 0; g < s.groups; g++) {
-            f32x16 lo[4], hi[4];
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                const float *x = tile + (t + i < s.rows ? t + i : t) * stride + g * group;
-                lo[i] = hi[i] = broadcast(x[0]);
-                int e = 0;
-                for (; e + LANES <= group; e += LANES) {
-                    const f32x16 v = load<f32x16>(x + e);
-                    lo[i] = min(lo[i], v), hi[i] = max(hi[i], v);
-                }
-                for (; e < group; e++) lo[i] = min(lo[i], broadcast(x[e])), hi[i] = max(hi[i], broadcast(x[e]));
-            }
-            store(smallest + g * padded + t, fold4(lo[0], lo[1], lo[2], lo[3], Min()));
-            store(highest + g * padded + t, fold4(hi[0], hi[1], hi[2], hi[3], Max()));
-        }
-}
 
 void store_scale(uint8_t *to, f32x16 x, bool half, int n) {
     if (half) {
@@ -150,7 +63,7 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const S
     constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
     const int64_t padded = round_up(s.rows, LANES);
-    int64_t group_of[1024 / LANES];
+    int64_t group_of[WIDEST_ROW / LANES];
     for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
     for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
         const float *divisors = &w.divisor[t], *bases = &w.base[t];
@@ -175,26 +88,30 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const S
     }
 }
 
-template <class Code, int Bits>
+// Aligned: groups and planes are whole runs of sixteen tokens, so that a run shares its steps.
+template <class Code, int Bits, bool Aligned>
 void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *codes) {
     constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
-    std::vector<int64_t> &group_of = w.group_of;
-    group_of.resize(s.row);
-    for (int t = 0; t < s.row; t++) group_of[t] = t / group * stride;
-    for (int c = 0; c < s.rows; c += LANES)
-        for (int first = 0; first < plane; first += 16) {
+    for (int first = 0; first < plane; first += 16)
+        for (int c = 0; c < s.rows; c += LANES) {
+            f32x16 divisor[P], base[P];
+            const auto steps_at = [&](int p, int t) {
+                divisor[p] = load<f32x16>(&w.divisor[t / group * stride + c]);
+                base[p] = load<f32x16>(&w.base[t / group * stride + c]);
+            };
+            for (int p = 0; p < P; p++) steps_at(p, p * plane + first);
             i32x16 words[4] = {};
+#pragma GCC unroll 4
             for (int k = 0; k < 4; k++)
 #pragma GCC unroll 4
                 for (int byte = 0; byte < 4; byte++)
 #pragma GCC unroll 4
                     for (int p = 0; p < P; p++) {
-                        const int t = p * plane + std::min(first + 4 * k + byte, plane - 1);
-                        const int64_t at = group_of[t] + c;
-                        words[k] |= Code::of(load<f32x16>(tile + t * stride + c), load<f32x16>(&w.divisor[at]),
-                                             load<f32x16>(&w.base[at]))
-                                    << (8 * byte + Bits * p);
+                        const int i = first + 4 * k + byte, t = p * plane + (Aligned ? i : std::min(i, plane - 1));
+                        if (!Aligned) steps_at(p, t);
+                        const f32x16 x = load<f32x16>(tile + t * stride + c);
+                        words[k] |= Code::of(x, divisor[p], base[p]) << (8 * byte + Bits * p);
                     }
             store_columns(words, codes + c * s.row_bytes + first, s.row_bytes, std::min(s.rows - c, LANES),
                           std::min(plane - first, 16));
@@ -211,12 +128,13 @@ struct Float8 {
 
 template <class Code, int Bits>
 void codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *to) {
-    if (s.channel_major) return channel_codes<Code, Bits>(s, tile, stride, w, to);
-    const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0 && s.row <= 1024;
-    return aligned ? token_codes<Code, Bits, true>(s, tile, stride, w, to)
-                   : token_codes<Code, Bits, false>(s, tile, stride, w, to);
+    const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0 && s.row <= WIDEST_ROW;
+    const auto write = s.channel_major ? (aligned ? channel_codes<Code, Bits, true> : channel_codes<Code, Bits, false>)
+                                       : (aligned ? token_codes<Code, Bits, true> : token_codes<Code, Bits, false>);
+    write(s, tile, stride, w, to);
 }
 
+// A tensor that stays exact is copied; it fits if it is finite.
 template <int32_t D>
 bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, uint8_t *to) {
     i32x16 bad = {};
@@ -227,27 +145,28 @@ bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, u
     return !any(bad);
 }
 
-bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, int32_t dtype,
-                 uint8_t *page, int64_t head, Scratch &w) {
-    if (s.kind == EXACT) {
-        const auto copy = dtype == FLOAT32 ? seal_exact<FLOAT32> : dtype == FLOAT16 ? seal_exact<FLOAT16> : seal_exact<BFLOAT16>;
-        return copy(s, data, token_bytes, s.codes_of(page, head));
-    }
+template <int32_t D>
+bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, uint8_t *page,
+                 int64_t head, Scratch &w) {
+    uint8_t *to = s.codes_of(page, head);
+    if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, to);
+    for (int64_t i = 0; i < int64_t(s.rows) * s.row_bytes; i += 64) __builtin_prefetch(to + i, 1);
     const int64_t stride = round_up(b.head_dim, LANES), padded = round_up(s.rows, LANES);
     w.tile.resize(b.block * stride);
-    for (auto *x : {&w.smallest, &w.highest, &w.divisor, &w.base}) x->assign(s.groups * padded, 0.0f);
-    bool fits = load_tile(dtype, data, token_bytes, b.block, b.head_dim, w.tile.data(), stride);
+    for (auto *x : {&w.smallest, &w.highest, &w.divisor, &w.base}) x->resize(s.groups * padded);
+    if (padded != s.rows) std::fill(w.smallest.begin(), w.smallest.end(), 0.0f), w.highest = w.smallest;
+    Reading<D> in = {data, token_bytes, b.block, b.head_dim, w.tile.data(), stride};
     if (s.channel_major)
-        channel_ranges(s, w.tile.data(), stride, w.smallest.data(), w.highest.data());
+        read_channels(in, s.group(), w.smallest.data(), w.highest.data());
     else
-        token_ranges(s, w.tile.data(), stride, w.smallest.data(), w.highest.data(), padded);
-    fits &= store_steps(s, page, head, w, padded);
+        read_tokens(in, s.group(), w.smallest.data(), w.highest.data(), padded);
+    const bool fits = store_steps(s, page, head, w, padded);
     const auto write = s.kind == FP8_E4M3 ? codes<Float8, 8>
                        : s.bits == 8      ? codes<Uniform<8>, 8>
                        : s.bits == 4      ? codes<Uniform<4>, 4>
                                           : codes<Uniform<2>, 2>;
-    write(s, w.tile.data(), stride, w, s.codes_of(page, head));
-    return fits;
+    write(s, w.tile.data(), stride, w, to);
+    return fits && in.finite();
 }
 
 // What no head writes: alignment between sections, and the page's end.
@@ -273,6 +192,7 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
     const BlockSpec &b = *spec;
     const Strided inputs[2] = {{keys, strides[0], strides[1], strides[2]}, {values, strides[3], strides[4], strides[5]}};
     const int64_t heads = b.kv_heads;
+    const auto seal = dtype == FLOAT32 ? seal_tensor<FLOAT32> : dtype == FLOAT16 ? seal_tensor<FLOAT16> : seal_tensor<BFLOAT16>;
     std::memset(fits, 1, blocks);
 #pragma omp parallel num_threads(threads) if (blocks * heads > 1)
     {
@@ -283,8 +203,8 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
             uint8_t *page = arena + pages[block] * b.page_bytes;
             bool ok = true;
             for (int i = 0; i < 2; i++)
-                ok &= seal_tensor(i ? b.value : b.key, b, inputs[i].data + block * inputs[i].block + head * inputs[i].head,
-                                  inputs[i].token, dtype, page, head, scratch);
+                ok &= seal(i ? b.value : b.key, b, inputs[i].data + block * inputs[i].block + head * inputs[i].head,
+                           inputs[i].token, page, head, scratch);
             if (!ok) __atomic_store_n(fits + block, uint8_t(0), __ATOMIC_RELAXED);
             if (head == 0) zero_gaps(b, page);
         }

@@ -1,0 +1,26 @@
+"""Which prompts run together: those of one shape, whatever their cohort, so that no batch needs padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvdrift.prompts.prompt import Prompt
+
+MOST_TOKENS = 24_576
+"""Prefix tokens of one batch: what a prefill's activations fit beside the model."""
+
+
+def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Prompt]:
+    """The prompts in their order, each with its `batch`: at most `size` prompts and MOST_TOKENS prefix tokens, all of
+    one split, prefix length, continuation length and `max_new_tokens`."""
+    shapes: dict[str, int] = {}
+    named = []
+    for prompt in prompts:
+        length = len(prompt.tokens)
+        shape = f"{label or prompt.split}-{length:05d}-c{len(prompt.continuation):02d}-n{prompt.max_new_tokens:02d}"
+        number = shapes.get(shape, 0)
+        shapes[shape] = number + 1
+        most = max(1, min(size, MOST_TOKENS // length))
+        named.append(replace(prompt, batch=f"{shape}-b{number // most:02d}"))
+    return named
