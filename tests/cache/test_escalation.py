@@ -1,4 +1,4 @@
-"""Blocks that their format can't hold stay exact and are counted (cases 5 and 6):  pytest tests/cache/test_escalation.py"""
+"""Blocks that their format can't hold stay exact and are counted:  pytest tests/cache/test_escalation.py"""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_case_3_a_group_that_does_not_fit_is_refused_when_the_cache_is_made() ->
 
 def test_a_dtype_that_the_config_does_not_say_is_named() -> None:
     cache = PackedCache(policy(), config(dtype="bfloat16"))
-    with pytest.raises(ValueError, match="computes in torch.float32 and its config says 16-bit; pass PackedCache"):
+    with pytest.raises(ValueError, match=r"computes in torch\.float32 and its config says 16-bit; pass PackedCache"):
         cache.load([torch.zeros(1, 2, 4, 32)], [torch.zeros(1, 2, 4, 32)])
     with pytest.raises(ValueError, match="dtype is 'float64'; allowed: float32, float16, bfloat16"):
         PackedCache(policy(), config(), dtype=torch.float64)
