@@ -33,7 +33,7 @@ lint: $(STAMP)
 
 # Compiles every CUDA kernel for the architectures we ship, without a GPU.
 nvrtc-all: $(STAMP)
-	$(VENV) -m kvdrift.kernels.cuda
+	$(VENV) tests/cuda_on_host/nvrtc_all.py
 
 venv: $(STAMP)
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from rows import Row, machine, report
 
+sys.path.pop(0)  # this folder, where this file would hide the package of the same name
+
 TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """`ggml_type` numbers."""
 

@@ -106,7 +106,8 @@ def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> 
     parts = ("codes", "scales", "lows", "headers", "padding", "exact_tokens", "exact_room", "rollback", "tables")
     sums = dict.fromkeys(("ideal", *parts), 0)
     elements = shape.kv_heads * shape.head_dim * tokens
-    for layer, layout in zip(policy.layers, layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)):
+    layouts = layer_layouts(policy, shape.kv_heads, shape.head_dim, shape.dtype_bytes)
+    for layer, layout in zip(policy.layers, layouts, strict=True):
         for quantizer in (layer.key, layer.value):
             sums["ideal"] += elements * (quantizer.bits if quantizer else 8 * shape.dtype_bytes) // 8
         if layout is None or blocks == 0:

@@ -39,6 +39,7 @@ def main(config: DrillConfig) -> None:
     from kvdrift.prompts.prompt import from_frame
     from kvdrift.serving import drill
     from kvdrift.serving.canary import release
+    from kvdrift.serving.subject import BLOCKS
 
     torch.set_num_threads(config.profile.threads)
     policy, exact = read_plan(config.plans, config.plan), load_policy("exact")
@@ -48,7 +49,7 @@ def main(config: DrillConfig) -> None:
     limits = json.loads((config.calibration / "calibration.json").read_text())["outlier_limits"]
 
     batches = sorted(stored(config.reference, from_frame(pl.read_parquet(config.prompts))), key=lambda b: b.length)
-    enough = policy.exact_tokens + drill.BLOCKS * policy.block
+    enough = policy.exact_tokens + BLOCKS * policy.block
     prompt = next((batch for batch in batches if batch.length >= enough), batches[-1])
     prefix = read_prefix(prompt.path, prompt.prefix, model.device)
     running = release(manifest, policy, model.device)

@@ -18,6 +18,7 @@ class FrontierConfig:
     manifest: Path
     preflight: Path
     calibration: Path
+    reference: Path
     plans: Path
     quantize: Path
     generate: Path
@@ -41,7 +42,7 @@ def main(config: FrontierConfig) -> None:
 
     from kvdrift.policy import from_dict
     from kvdrift.report import changed, figures, frontier
-    from kvdrift.report.evidence import read_json
+    from kvdrift.report.evidence import logits_summary, read_json
     from kvdrift.report.page import render
     from kvdrift.report.receipt import Run, candidate, digest, receipt, values_digest
     from kvdrift.report.sections import sections, title
@@ -65,6 +66,8 @@ def main(config: FrontierConfig) -> None:
         path = config.generate / f"{name}.parquet"
         examples += changed.changed_examples(name, pl.read_parquet(path) if path.is_file() else None)
 
+    path = config.reference / "noise_floor.parquet"
+    floor = logits_summary(pl.read_parquet(path)) if path.is_file() else None
     drawn = {
         "heatmap": (figures.heatmap_rows(verdicts), figures.draw_heatmap),
         "recall": (figures.recall_rows(verdicts), figures.draw_recall),
@@ -93,6 +96,7 @@ def main(config: FrontierConfig) -> None:
         software=read_json(config.preflight / "software.json"),
         calibration=read_json(config.calibration / "calibration.json"),
         changes=changed.change_counts(examples),
+        floor=floor,
         hashes=hashes,
         figures=[os.path.relpath(config.plots / f"{name}.png", config.out) for name in drawn],
     )

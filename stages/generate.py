@@ -51,7 +51,7 @@ def main(config: GenerateConfig) -> None:
         batch.fill(cache, model.device, tokens=batch.length - 1)
         new = batch.prompts[0].max_new_tokens
         out = replay.generate(model, cache, batch.prefix.to(model.device), new, mode, config.profile.seed, stop)
-        for prompt, tokens in zip(batch.prompts, out.tokens):
+        for prompt, tokens in zip(batch.prompts, out.tokens, strict=True):
             before = reference[prompt.id, mode]
             output = tokenizer.decode(tokens, skip_special_tokens=True)
             was, now = (grade(prompt.task, answer, prompt.answer) for answer in (before["text"], output))

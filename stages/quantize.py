@@ -1,4 +1,4 @@
-"""Pack the reference's keys and values under one policy; write tensor and attention errors and the reconciled ledger."""
+"""Pack the reference's keys and values under one policy; write tensor and attention errors, and the ledger."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,12 @@ def main(config: QuantizeConfig) -> None:
     from tqdm import tqdm
 
     from kvdrift import ledger, models
+    from kvdrift.layout import layer_layouts
     from kvdrift.measure.held import reconcile
+    from kvdrift.measure.pages import through_pages
     from kvdrift.measure.plans import read_plan
     from kvdrift.measure.quantized import ATTENTION, ERRORS, attention_rows, error_rows
-    from kvdrift.measure.pages import through_pages
     from kvdrift.measure.reference import stored
-    from kvdrift.layout import layer_layouts
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)

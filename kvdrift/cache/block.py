@@ -1,6 +1,6 @@
 """The header of a page: whose block it is and under what it was made. A worker takes a block only if all of it matches.
 
-64 bytes: magic, layer, valid tokens, first position, key and value groups, then 8-byte digests of the scope, model,
+64 bytes: magic, layer, sealed tokens, first position, key and value groups, then 8-byte digests of the scope, model,
 adapter, quantizer version and kernel build, and the payload checksum.
 """
 

@@ -184,7 +184,7 @@ class PackedLayer(CacheLayerMixin):
 
     def append_dense(self, keys: Tensor, values: Tensor) -> None:
         """Grow the dense tensors, exactly as Transformers' own layer does; they are never the caller's."""
-        grown = zip([[x] for x in self.dense] or [[], []], (keys, values))
+        grown = zip([[x] for x in self.dense] or [[], []], (keys, values), strict=True)
         self.keys, self.values = (torch.cat([*past, new], dim=2) for past, new in grown)
 
     def prefill(self, keys: Tensor, values: Tensor, due: int) -> None:
@@ -205,7 +205,7 @@ class PackedLayer(CacheLayerMixin):
         sequences = Sequences(self._binding, self.pool, keys)
         columns = keys.shape[2]
         picks = [slice(None)] * len(keys) if self.real is None else self.real[:, :columns]
-        sequences.fill([(k[:, pick], v[:, pick]) for k, v, pick in zip(keys, values, picks)])
+        sequences.fill([(k[:, pick], v[:, pick]) for k, v, pick in zip(keys, values, picks, strict=True)])
         self.sequences, self.keys, self.values = sequences, None, None
 
     def _may_pack(self, sequence: int, start: int) -> bool:
@@ -216,8 +216,9 @@ class PackedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest |tokens_to_remove| columns of every sequence.
 
-        Tokens of the newest block come back exact from its shadow; a deeper cut leaves a short block, never
-        requantized. Raises ValueError when more is cut than there is.
+        Tokens of the newest block come back exact from its shadow; a deeper cut leaves a short block (its segment says
+        how many tokens are valid), never requantized. A cut to below `min_length` doesn't unpack what it leaves.
+        Raises ValueError when more is cut than there is.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove")

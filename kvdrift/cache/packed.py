@@ -159,7 +159,7 @@ class PackedCache(Cache):
             ),
             0,
         )
-        for layer, quantizers in zip(self.layers, self.policy.layers):
+        for layer, quantizers in zip(self.layers, self.policy.layers, strict=False):
             if isinstance(layer, PackedLayer):
                 self._count(layer, sums)
                 tokens = sum(layer.length(s) for s in range(max(layer.batch_size, 0)))

@@ -56,9 +56,9 @@ def seal(
         if len(chosen) < len(places):
             keys, values = keys[chosen], values[chosen]
         starts = [places[i][1] for i in chosen]
-        for i, page in zip(chosen, _to_pages(binding, pool, starts, keys, values)):
+        for i, page in zip(chosen, _to_pages(binding, pool, starts, keys, values), strict=True):
             pages[i] = page
-    return [Segment(page, start, binding.layout.block) for page, (_, start) in zip(pages, places)]
+    return [Segment(page, start, binding.layout.block) for page, (_, start) in zip(pages, places, strict=True)]
 
 
 def _to_pages(binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor, values: Tensor) -> list[int]:
@@ -69,5 +69,5 @@ def _to_pages(binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor
     checksums = backend.checksum(pool.arena, at)
     tokens = [layout.block] * len(starts)
     pool.arena[at.long(), :HEADER_BYTES] = headers(binding.identity, binding.index, layout, starts, tokens, checksums)
-    pool.release(page for page, ok in zip(taken, fits) if not ok)
-    return [page if ok else HELD for page, ok in zip(taken, fits)]
+    pool.release(page for page, ok in zip(taken, fits, strict=True) if not ok)
+    return [page if ok else HELD for page, ok in zip(taken, fits, strict=True)]

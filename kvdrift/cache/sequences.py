@@ -83,7 +83,7 @@ class Sequences:
         kept.append((keys[:, end:], values[:, end:]))
         self.exact[s] = sum(part.shape[1] for part, _ in kept)
         self._make_room(max(self.exact[s], self.held[s] + self.policy.residual_window + block))
-        for buffer, parts in zip((self.keys, self.values), zip(*kept)):
+        for buffer, parts in zip((self.keys, self.values), zip(*kept, strict=True), strict=True):
             buffer[s, :, : self.exact[s]] = torch.cat(parts, dim=1)
 
     def append(
@@ -112,8 +112,10 @@ class Sequences:
         block = self.policy.block
         while due := [s for s in range(len(self.exact)) if self.due(s)]:
             spans = [slice(self.held[s], self.held[s] + block) for s in due]
-            keys, values = (torch.stack([x[s, :, at] for s, at in zip(due, spans)]) for x in (self.keys, self.values))
-            for i, (s, segment) in enumerate(zip(due, self._seal(due, keys, values))):
+            keys, values = (
+                torch.stack([x[s, :, at] for s, at in zip(due, spans, strict=True)]) for x in (self.keys, self.values)
+            )
+            for i, (s, segment) in enumerate(zip(due, self._seal(due, keys, values), strict=True)):
                 self.segments[s].append(segment)
                 self._keep_shadow(s, keys[i], values[i])
                 if segment.page == HELD:
@@ -175,7 +177,7 @@ class Sequences:
             start, stop = self.held[s], self.held[s] + newest.tokens
             self._make_room(self.exact[s] + newest.tokens)
             self._move(s, start, stop)
-            for buffer, shadow in zip((self.keys, self.values), self.shadows):
+            for buffer, shadow in zip((self.keys, self.values), self.shadows, strict=True):
                 buffer[s, :, start:stop] = shadow[s]
             self.pool.release([newest.page])
         else:
@@ -237,7 +239,7 @@ class Sequences:
         self.exact[s] += to - start
 
     def _keep_shadow(self, s: int, keys: Tensor, values: Tensor) -> None:
-        for shadow, newest in zip(self.shadows, (keys, values)):
+        for shadow, newest in zip(self.shadows, (keys, values), strict=False):
             shadow[s] = newest
         self.shadowed[s] = bool(self.shadows)
 

@@ -67,7 +67,8 @@ def decode_attention(
     `tokens[s, b]` of a block's tokens count (0: no such block; its page is ignored). All packed tokens are visible to
     every query. The exact tokens are the first `exact_lengths[s]` of the buffer, the queries' own at their end: query
     i of Q sees `exact_lengths[s] − (Q − 1 − i)` of them. Query head h reads KV head h · kv_heads // query_heads.
-    Computed in float32, returned in the query's dtype.
+    Scores are computed in float32 and summed over tokens in float64, so that the error doesn't grow with the length;
+    returned in the query's dtype.
     """
     sequences, query_heads, queries, _ = query.shape
     kv_heads, blocks = layout.kv_heads, pages.shape[1]
@@ -90,8 +91,8 @@ def decode_attention(
 
     share = query_heads // kv_heads
     scores = query.float() @ keys.repeat_interleave(share, 1).transpose(-1, -2) * scaling
-    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-    hidden = torch.where(visible.any(1)[:, None, :, None], values, 0.0)
+    weights = scores.masked_fill(~visible[:, None], float("-inf")).double().softmax(-1)
+    hidden = torch.where(visible.any(1)[:, None, :, None], values, 0.0).double()
     return (weights @ hidden.repeat_interleave(share, 1)).to(query.dtype)
 
 

@@ -58,7 +58,8 @@ def attention_error(
 
     ranges = bucket_ranges(keys.shape[1])
     spans = [slice(max(r.start, span.start), min(r.stop, span.stop)) for r in ranges]
-    key_logits, value_output = [], []
+    key_logits: list[float | None] = []
+    value_output: list[float | None] = []
     for s in spans:
         if s.start >= s.stop:
             key_logits.append(None)

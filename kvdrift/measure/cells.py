@@ -27,7 +27,6 @@ from kvdrift.measure.replay import CHUNK
 from kvdrift.measure.tensors import bucket_ranges
 from kvdrift.policy import CachePolicy, packed_until
 
-
 NAME = "kvdrift_cells"
 
 
@@ -63,7 +62,7 @@ def policy_cells(
     figures: list[float | None] = [None] * len(spans)
     if any(cells) and not policy.layer(layer).is_exact:
         kls = layer_kl(model, stored, row, layer, [Variant(policy, tuple(spans))], steps)[0].mean(1).tolist()
-        figures = [kl if cell else None for kl, cell in zip(kls, cells)]
+        figures = [kl if cell else None for kl, cell in zip(kls, cells, strict=True)]
     return [
         {
             "prompt": stored.prompts[row].id,
@@ -74,7 +73,7 @@ def policy_cells(
             "tensor": "both",
             "kl": kl,
         }
-        for span, cell, kl in zip(spans, cells, figures)
+        for span, cell, kl in zip(spans, cells, figures, strict=True)
     ]
 
 
@@ -97,7 +96,7 @@ def layer_kl(
     batches = [exact, *variants]
     caches = [PackedCache(v.policy, model.config, dtype=model.dtype, pack_ranges={layer: v.ranges}) for v in batches]
     sizes = [len(v.ranges) for v in batches]
-    for cache, size in zip(caches, sizes):
+    for cache, size in zip(caches, sizes, strict=True):
         keys, values = (x[row : row + 1].to(device, model.dtype).expand(size, -1, -1, -1) for x in stored.layer(layer))
         cache.load_layer(layer, keys, values)
     rest = _Rest(stored, row, layer, len(decoder.layers), model)
@@ -110,7 +109,7 @@ def layer_kl(
             shared = _shared_inputs(decoder, chunk, stored.length + start)
             parts = [
                 _run(decoder.layers[layer], chunk.expand(size, -1, -1), cache, shared)
-                for cache, size in zip(caches, sizes)
+                for cache, size in zip(caches, sizes, strict=True)
             ]
             hidden = torch.cat(parts)
             for index in range(layer + 1, len(decoder.layers)):

@@ -34,12 +34,13 @@ def through_pages(
     span = range(first, first + blocks * block)
     exact = [x[:, span.start : span.stop] for x in (keys, values)]
     if not blocks:
-        return Decoded(span, *(x.float() for x in exact), 0)
+        return Decoded(span, exact[0].float(), exact[1].float(), 0)
     backend = dispatch.backend(keys.device)
     arena = torch.empty(blocks, layout.page_bytes, dtype=torch.uint8, device=keys.device)
     pages = torch.arange(blocks, dtype=torch.int32, device=keys.device)
     paged = [x.unflatten(1, (blocks, block)).transpose(0, 1) for x in exact]
     fits = backend.seal(*paged, layout, arena, pages)
     decoded = backend.unseal(layout, arena, pages, keys.dtype)
-    kept = (torch.where(fits[:, None, None, None], d, x.float()) for d, x in zip(decoded, paged))
-    return Decoded(span, *(x.transpose(0, 1).flatten(1, 2) for x in kept), int((~fits).sum()))
+    kept = (torch.where(fits[:, None, None, None], d, x.float()) for d, x in zip(decoded, paged, strict=True))
+    new_keys, new_values = (x.transpose(0, 1).flatten(1, 2) for x in kept)
+    return Decoded(span, new_keys, new_values, int((~fits).sum()))

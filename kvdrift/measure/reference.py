@@ -43,7 +43,7 @@ class Stored:
     @property
     def layers(self) -> int:
         with safe_open(str(self.path), framework="pt") as file:
-            return sum(name.startswith("keys.") for name in file.keys())
+            return sum(name.startswith("keys.") for name in file.keys())  # noqa: SIM118 — no mapping
 
     @property
     def length(self) -> int:
@@ -60,12 +60,17 @@ class Stored:
         return torch.tensor([p.continuation for p in self.prompts])
 
     def fill(
-        self, cache: Any, device: torch.device, tokens: int | None = None, rows: Sequence[int] | None = None
+        self,
+        cache: Any,
+        device: torch.device,
+        tokens: int | None = None,
+        rows: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Hand the stored keys and values of the first `tokens` tokens to a cache that has `load_layer`."""
         picked = slice(None) if rows is None else list(rows)
         for index in range(self.layers):
-            keys, values = (x[picked][:, :, :tokens].to(device) for x in self.layer(index))
+            keys, values = (x[picked][:, :, :tokens].to(device, dtype or x.dtype) for x in self.layer(index))
             cache.load_layer(index, keys, values)
 
 
@@ -148,9 +153,9 @@ def store(model: Any, tokenizer: Any, prompts: Sequence[Prompt], out: Path, seed
             texts = tokenizer.batch_decode(made.tokens, skip_special_tokens=True)
             rows += [
                 {"prompt": p.id, "mode": mode, "tokens": t, "text": text}
-                for p, t, text in zip(group, made.tokens, texts)
+                for p, t, text in zip(group, made.tokens, texts, strict=True)
             ]
-    schema = {"prompt": pl.String, "mode": pl.String, "tokens": pl.List(pl.Int64), "text": pl.String}
+    schema: Any = {"prompt": pl.String, "mode": pl.String, "tokens": pl.List(pl.Int64), "text": pl.String}
     pl.DataFrame(rows, schema=schema).write_parquet(out / "generations.parquet")
 
 

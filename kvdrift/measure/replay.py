@@ -63,7 +63,7 @@ def generate(
     )
     new = out.sequences[:, prompt.shape[1] :].tolist()
     ends = [next((i for i, token in enumerate(row) if token in stop), len(row)) for row in new]
-    return Generated([row[:end] for row, end in zip(new, ends)], torch.stack(list(out.logits), dim=1))
+    return Generated([row[:end] for row, end in zip(new, ends, strict=True)], torch.stack(list(out.logits), dim=1))
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

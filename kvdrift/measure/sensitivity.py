@@ -82,7 +82,7 @@ def layer_rows(
             named.append((probe, tensor, alone, spans))
     kls = layer_kl(model, stored, at, layer, variants, steps)
     rows = []
-    for (probe, tensor, alone, spans), figures in zip(named, kls):
+    for (probe, tensor, alone, spans), figures in zip(named, kls, strict=True):
         layout = block_layout(alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
         decoded = through_pages(keys, values, replace(probe.policy, layers=(alone,)), layout)
         inside = slice(decoded.span.start, decoded.span.stop)

@@ -36,7 +36,7 @@ def bucket_starts(length: int) -> list[int]:
 def bucket_ranges(length: int) -> list[range]:
     """The buckets as ranges of positions, the last one cut at `length`."""
     starts = bucket_starts(length)
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], length])]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], length], strict=True)]
 
 
 def bucket_of(position: int) -> int:

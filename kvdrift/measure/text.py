@@ -19,7 +19,7 @@ CHANGE = {
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
     """Index of the first differing token, None if the generations are identical."""
-    for index, (a, b) in enumerate(zip(reference, candidate)):
+    for index, (a, b) in enumerate(zip(reference, candidate, strict=False)):
         if a != b:
             return index
     return None if len(reference) == len(candidate) else min(len(reference), len(candidate))

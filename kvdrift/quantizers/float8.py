@@ -19,7 +19,7 @@ def encode(x: Float[Tensor, "*groups group"], scale_dtype: torch.dtype) -> Codes
     """
     x = to_float32(x)
     largest = x.abs().amax(-1, keepdim=True)
-    quotient = largest / E4M3_MAX
+    quotient = largest / x.new_tensor(E4M3_MAX)  # as in `uniform`, so that CUDA divides too
     scale = torch.where(quotient < SMALLEST_NORMAL, 0.0, quotient).to(scale_dtype)
     step = scale.float()
     scaled = (x / torch.where(step == 0, 1.0, step)).nan_to_num(0.0).clamp(-E4M3_MAX, E4M3_MAX)

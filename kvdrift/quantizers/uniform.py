@@ -18,8 +18,9 @@ def encode(x: Float[Tensor, "*groups group"], bits: int, scale_dtype: torch.dtyp
     """
     levels = (1 << bits) - 1
     x = to_float32(x)
+    divisor = x.new_tensor(levels)  # by a tensor: torch on CUDA turns division by a Python number into a product
     smallest, high = torch.aminmax(x, dim=-1, keepdim=True)
-    scale = (high / levels - smallest / levels).to(scale_dtype)
+    scale = (high / divisor - smallest / divisor).to(scale_dtype)
     low = smallest.to(scale_dtype) + 0.0
     step, base = scale.float(), low.float()
     codes = ((x - base) / torch.where(step == 0, 1.0, step)).round().clamp(0, levels)

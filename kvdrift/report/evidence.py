@@ -120,6 +120,20 @@ def logits_summary(logits: pl.DataFrame | None) -> dict[str, Any]:
     return {"tokens": logits.height} | {name: finite(value) for name, value in found.items()}
 
 
+def interaction(evidence: Evidence) -> list[dict[str, Any]]:
+    """Whether isolated effects add up: a row a probe prompt {prompt, predicted, measured}, mean KL in nats.
+
+    `predicted` is the sum over its cells alone; `measured` is the whole stack on the same prompt, all its scored
+    tokens, in the model's own dtype, so that it also holds rounding noise.
+    """
+    cells, logits = evidence.cells, evidence.logits
+    if cells is None or logits is None:
+        return []
+    predicted = cells.drop_nulls("kl").group_by("prompt", maintain_order=True).agg(predicted=pl.col("kl").sum())
+    measured = logits.group_by("prompt").agg(measured=pl.col("kl").cast(pl.Float64).mean())
+    return predicted.join(measured, on="prompt", how="inner").to_dicts()
+
+
 def finite(value: Any) -> Any:
     """`value`, or None in place of a number that isn't finite: what JSON, and a gate, take for not measured."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

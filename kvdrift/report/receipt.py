@@ -31,6 +31,8 @@ class Run:
     software: Mapping[str, Any] | None
     calibration: Mapping[str, Any] | None
     changes: Sequence[Mapping[str, Any]]
+    floor: Mapping[str, Any] | None
+    """The reference against itself in another batch: what KL and agreement amount to noise."""
     hashes: Mapping[str, str]
     figures: Sequence[str]
 
@@ -64,6 +66,8 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "latency": latency,
         "figures": list(run.figures),
         "worst_cells": {verdict["policy"]: verdict["worst_cells"] for verdict in run.verdicts},
+        "interaction": {verdict["policy"]: verdict["interaction"] for verdict in run.verdicts},
+        "noise_floor": run.floor,
         "layers": verdict["layers"] if verdict else [],
         "logits": verdict["logits"] if verdict else None,
         "cohorts": verdict["cohorts"] if verdict else [],

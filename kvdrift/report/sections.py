@@ -142,9 +142,16 @@ def _where(receipt: Mapping[str, Any]) -> list[Section]:
     columns = ["layer", "key_bits", "value_bits", "saved_bytes"]
     columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl", *ATTENTION]
     layers = [tuple(blank(row[name]) for name in columns) for row in receipt["layers"]]
+    added = [
+        (policy, row["prompt"], shown(row["predicted"]), shown(row["measured"]))
+        for policy, rows in receipt["interaction"].items()
+        for row in rows
+    ]
+    adding = Table(("policy", "prompt", "sum of cells alone", "whole stack"), added)
     pictures = [Picture(Path(path).stem, path) for path in receipt["figures"]]
     return [
         Section("Worst cells", [Table(head, cells) if cells else "Nothing is packed.", *pictures]),
+        Section("Interaction", ["KL in nats: do isolated effects add up?", adding if added else f"{NOT_MEASURED}."]),
         Section("Layer map", [Table([name.replace("_", " ") for name in columns], layers)]),
     ]
 
@@ -174,6 +181,7 @@ def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
         for row in receipt["changes"]
     ]
     logits = f"Logits: {flat(receipt['logits'])}."
+    floor = f"Noise floor, the reference against itself in another batch: {flat(receipt['noise_floor'])}."
     recall = [
         (
             shown(row["length"]),
@@ -186,7 +194,7 @@ def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
     full = "Each one whole: `changed_examples.html`, or data/changed_examples.jsonl."
     grid = Table(("length", "depth", "items", "reference", "candidate", "kept"), recall)
     return [
-        Section("Cohorts", [Table(head, cohorts), logits]),
+        Section("Cohorts", [Table(head, cohorts), logits, floor]),
         Section("Cohorts of every candidate", [*_by_policy(receipt["cohorts_by_policy"])]),
         Section("Needle recall", [grid if recall else f"{NOT_MEASURED}."]),
         Section("Changed examples", [table if changes else "No generation changed.", full]),

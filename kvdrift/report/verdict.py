@@ -54,6 +54,7 @@ def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
         "limits": asdict(limits),
         "worst_cell": ranked[0] if ranked else None,
         "worst_cells": ranked[:WORST],
+        "interaction": read.interaction(evidence),
         "cells": cells,
         "layers": read.layer_map(evidence, cells, limits.workload.tokens, limits.workload.batch),
         "cohorts": cohorts,

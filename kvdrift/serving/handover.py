@@ -20,7 +20,7 @@ from kvdrift.layout import BlockLayout
 class Block:
     """One page, with where its receiver wants to put it."""
 
-    page: UInt8[Tensor, "page_bytes"]
+    page: UInt8[Tensor, " page_bytes"]
     layout: BlockLayout
     layer: int
     start: int

@@ -49,5 +49,5 @@ def test_a_page_of_another_place_or_content_is_rejected_by_name(name: str, chang
 
 def test_a_page_that_was_never_sealed_is_rejected() -> None:
     page, known = page_of(MINE)
-    with pytest.raises(BlockRejected, match="magic, layer, key_group"):
+    with pytest.raises(BlockRejected, match="magic, layer, tokens, key_group"):
         block.check(torch.full_like(page, 255), identity=MINE, **known)

@@ -9,7 +9,7 @@ from stream import oracle, policy, stream, tokens
 FP8 = {"format": "fp8_e4m3", "bits": 8, "scale_dtype": "float16"}
 
 
-def test_case_6_a_block_whose_span_overflows_fp16_scales_answers_exactly(backend: str) -> None:
+def test_case_6_a_block_whose_span_overflows_fp16_is_packed_all_the_same(backend: str) -> None:
     """Case 6: ±60,000 in one group fits float32 arithmetic; its scale fits fp16 at 4 bits, so the block is packed."""
     everything = tokens(120)
     everything.v[0, 0, 40, :2] = torch.tensor([60_000.0, -60_000.0])

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from stream import config, policy
-from transformers import DynamicCache, Gemma3TextConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
 from kvdrift.cache.packed import PackedCache
+from kvdrift.cache.pool import PoolExhausted
 from kvdrift.ledger import load_policy
 from kvdrift.policy import PolicyError, from_dict
 
@@ -196,8 +197,6 @@ def test_sliding_window_layers_stay_exact_by_name() -> None:
 
 
 def test_of_mixed_layer_types_only_full_attention_is_packed() -> None:
-    from transformers import Gemma3ForCausalLM
-
     made = Gemma3TextConfig(
         vocab_size=97,
         hidden_size=64,
@@ -229,8 +228,6 @@ def test_of_mixed_layer_types_only_full_attention_is_packed() -> None:
 
 
 def test_exhaustion_gives_a_sliding_window_layer_its_tokens_back() -> None:
-    from kvdrift.cache.pool import PoolExhausted
-
     made = policy(key={"bits": 8}, value={"bits": 8})
     fields = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "num_hidden_layers": 2}
     mistral = MistralConfig(**{**sliding().config.to_dict(), **fields})
@@ -255,12 +252,10 @@ def test_one_cache_lives_on_one_device() -> None:
         cache._pool_of(1, torch.device("meta"))
 
 
-def test_llama_ignores_nothing_of_a_custom_four_dimensional_mask(llama: Any) -> None:
-    """A mask of one row for the whole batch is read for every sequence of it."""
+def test_a_mask_of_one_row_is_every_sequences(llama: Any) -> None:
     cache, ids = PackedCache(policy(), llama.config), prompt(2, 60, padded=False)["input_ids"]
     mask = torch.ones(60, 60, dtype=torch.bool).tril()[None, None].expand(1, 1, -1, -1).clone()
     mask[..., :7] = False
     with torch.inference_mode():
         llama(ids, attention_mask=mask, cache=cache)
     assert [cache.layers[0].length(s) for s in range(2)] == [53, 53]
-    assert isinstance(llama, LlamaForCausalLM)

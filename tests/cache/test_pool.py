@@ -52,7 +52,7 @@ def test_a_full_pool_says_what_was_asked_for_and_what_to_do() -> None:
 def test_a_cache_of_fixed_size_allocates_exactly_and_never_again() -> None:
     fed, everything = stream(policy(residual_window=16), batch=2, max_tokens=100), tokens(101, batch=2)
     fed.feed_all(everything.span(0, 100), [60] + [1] * 40)
-    assert fed.layer.pool.free == 1 * 0
+    assert fed.layer.pool.free == 0
     assert len(fed.layer.pool.arena) == 2 * ((100 - 16) // 32)
 
 

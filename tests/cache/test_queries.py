@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stream import Stream, decoded, oracle, packed_until, policy, stream, tokens
 
-from kvdrift.policy import CachePolicy
+from kvdrift.policy import from_dict
 
 FP8 = {"format": "fp8_e4m3", "bits": 8, "scale_dtype": "float32"}
 KEYS = [None, {"bits": 4, "axis": "channel", "group": 32}, {"bits": 2, "axis": "channel", "group": 8}, {"bits": 8}, FP8]
@@ -143,7 +144,7 @@ def test_bfloat16_answers_are_the_oracles_rounded(backend: str) -> None:
     answers = stream(made, dtype="bfloat16").feed_all(everything, [70] + [16] * 5)
     expected = oracle(made, everything, prefill=70)
     assert answers.dtype == torch.bfloat16
-    assert ((answers.double() - expected).abs() <= 2**-8 * expected.abs() + 2e-2).all()
+    assert (answers[:, :, :70].double() - expected[:, :, :70]).abs().max() < 2e-2
     assert (answers[:, :, 70:].double() - expected[:, :, 70:]).abs().max() < 2**-7 * expected.abs().max()
 
 
@@ -165,7 +166,7 @@ def test_case_13_an_outlier_key_channel_hurts_per_token_groups_and_not_per_chann
 
 def test_mixed_layers_pack_by_their_own_policies() -> None:
     layers = [{"key": {"bits": 2, "axis": "channel", "group": 32}, "value": {"bits": 2}}, {}, {"value": {"bits": 8}}]
-    made = CachePolicy(**{**vars(policy()), "layers": _layers(layers)})
+    made = from_dict({"layers": layers, "block": 32}, name="mixed")
     everything, fed = tokens(100), stream(made, layers=3)
     streams = [Stream(fed.cache, index) for index in range(3)]
     for start in range(0, 100, 20):
@@ -174,14 +175,7 @@ def test_mixed_layers_pack_by_their_own_policies() -> None:
     assert [type(layer).__name__ for layer in fed.cache.layers] == ["PackedLayer", "DynamicLayer", "PackedLayer"]
     assert fed.cache.unpacked == {}
     for index in (0, 2):
-        alone = stream(CachePolicy(**{**vars(policy()), "layers": made.layers[index : index + 1]}))
-        alone.cache.layers[0]._binding = fed.cache.layers[index]._binding
+        alone = stream(replace(made, layers=made.layers[index : index + 1]))
         alone.feed_all(everything, [20] * 5)
         assert [page[64:] for page in alone.pages()] == [page[64:] for page in streams[index].pages()]
     assert fed.cache.ledger().format_bytes == fed.cache.storage_bytes()
-
-
-def _layers(raw: list[dict]) -> tuple:
-    from kvdrift.policy import from_dict
-
-    return from_dict({"layers": raw}, name="mixed").layers

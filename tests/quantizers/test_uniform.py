@@ -105,13 +105,13 @@ def test_case_5_a_constant_group_reconstructs_exactly(bits: int, value: float, c
     assert not torch.signbit(back[back == 0]).any()
 
 
-@pytest.mark.parametrize(("bits", "fits"), [(2, True), (4, True), (8, True)])
-def test_case_6_a_span_beyond_float16_does_not_overflow(bits: int, fits: bool) -> None:
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_case_6_a_span_beyond_float16_does_not_overflow(bits: int) -> None:
     """Case 6: ±60,000 in one group: the span, 120,000, is never formed in float16."""
     group = torch.linspace(-60_000, 60_000, 32).half()[None]
     made = uniform.encode(group, bits, torch.float16)
     back = uniform.decode(made.codes, made.scale, made.low)
-    assert made.fits.all() == fits
+    assert made.fits.all()
     assert back.isfinite().all()
     assert (back - group.float()).abs().max() <= 60_000 / (2**bits - 1) * 1.01
 

@@ -13,7 +13,7 @@ from kvdrift.cache.block import Identity
 from kvdrift.cache.layer import PackedLayer
 from kvdrift.cache.pool import PoolExhausted
 from kvdrift.policy import CachePolicy, from_dict
-from kvdrift.serving import drill, handover
+from kvdrift.serving import drill, drill_cache, handover
 from kvdrift.serving.admission import make_room
 from kvdrift.serving.canary import Alarms, Release, tripped
 from kvdrift.serving.killswitch import Session
@@ -56,7 +56,7 @@ def test_every_rail_holds(llama_bf16: Any, policy: CachePolicy) -> None:
 
 
 def test_eviction_of_the_oldest(llama_bf16: Any) -> None:
-    check = drill.eviction(subject(llama_bf16, POLICIES[1], "oldest"))
+    check = drill_cache.eviction(subject(llama_bf16, POLICIES[1], "oldest"))
     assert "made room" in check
 
 

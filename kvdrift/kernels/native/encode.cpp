@@ -155,18 +155,17 @@ bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, i
     w.tile.resize(b.block * stride);
     for (auto *x : {&w.smallest, &w.highest, &w.divisor, &w.base}) x->resize(s.groups * padded);
     if (padded != s.rows) std::fill(w.smallest.begin(), w.smallest.end(), 0.0f), w.highest = w.smallest;
-    Reading<D> in = {data, token_bytes, b.block, b.head_dim, w.tile.data(), stride};
-    if (s.channel_major)
-        read_channels(in, s.group(), w.smallest.data(), w.highest.data());
-    else
-        read_tokens(in, s.group(), w.smallest.data(), w.highest.data(), padded);
+    const Reading<D> in = {data, token_bytes, b.block, b.head_dim, w.tile.data(), stride};
+    const bool finite = s.channel_major
+                            ? read_channels(in, s.group(), w.smallest.data(), w.highest.data())
+                            : read_tokens(in, s.group(), w.smallest.data(), w.highest.data(), padded);
     const bool fits = store_steps(s, page, head, w, padded);
     const auto write = s.kind == FP8_E4M3 ? codes<Float8, 8>
                        : s.bits == 8      ? codes<Uniform<8>, 8>
                        : s.bits == 4      ? codes<Uniform<4>, 4>
                                           : codes<Uniform<2>, 2>;
     write(s, w.tile.data(), stride, w, to);
-    return fits && in.finite();
+    return fits && finite;
 }
 
 // What no head writes: alignment between sections, and the page's end.

@@ -61,16 +61,18 @@ INLINE void read_columns(Reading<D> &in, int c, int group, float *smallest, floa
     }
 }
 
+// By value, so that the compiler keeps `in` in registers. False where a value isn't finite.
 template <int32_t D>
-void read_channels(Reading<D> &in, int group, float *smallest, float *highest) {
+bool read_channels(Reading<D> in, int group, float *smallest, float *highest) {
     int c = 0;
     for (; c + 4 * LANES <= in.channels; c += 4 * LANES) read_columns<D, 4>(in, c, group, smallest, highest);
     for (; c < in.channels; c += LANES) read_columns<D, 1>(in, c, group, smallest, highest);
+    return in.finite();
 }
 
 // Per-token groups, four tokens at a time: smallest and highest are [groups][padded tokens].
 template <int32_t D>
-void read_tokens(Reading<D> &in, int group, float *smallest, float *highest, int64_t padded) {
+bool read_tokens(Reading<D> in, int group, float *smallest, float *highest, int64_t padded) {
     const bool whole_lanes = group % LANES == 0;
     for (int t = 0; t < in.tokens; t += 4)
         for (int start = 0, g = 0; start < in.channels; start += group, g++) {
@@ -89,6 +91,7 @@ void read_tokens(Reading<D> &in, int group, float *smallest, float *highest, int
             store(smallest + g * padded + t, fold4(lo[0], lo[1], lo[2], lo[3], Min()));
             store(highest + g * padded + t, fold4(hi[0], hi[1], hi[2], hi[3], Max()));
         }
+    return in.finite();
 }
 
 }  // namespace kvdrift

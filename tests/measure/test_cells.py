@@ -1,0 +1,142 @@
+"""Cells: an error is found where it is made, at exactly that layer, bucket and tensor, and an exact cell costs nothing.
+
+    pytest tests/measure/test_cells.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvdrift.cache import sealing
+from kvdrift.kernels.definition import SCALE_DTYPE
+from kvdrift.measure.cells import Variant, layer_kl, policy_cells
+from kvdrift.measure.pages import through_pages
+from kvdrift.measure.reference import Stored, run
+from kvdrift.measure.tensors import bucket_ranges, errors
+from kvdrift.measure.whole import whole_stack_kl
+from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
+from kvdrift.prompts.prompt import Prompt
+from safetensors.torch import save_file
+
+LENGTH, STEPS = 192, 16
+POLICY = CachePolicy(
+    name="k8v8",
+    block=32,
+    layers=(LayerPolicy(Quantizer(bits=8, axis="channel", group=32), Quantizer(bits=8)),),
+)
+
+
+@pytest.fixture
+def stored(llama: Any, tmp_path: Path) -> Stored:
+    tokens = torch.randint(0, 97, (2, LENGTH + STEPS + 1), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = tuple(
+        Prompt(
+            id=f"p{row}",
+            cohort="code",
+            task="",
+            split="evaluation",
+            tokens=tuple(ids[:LENGTH]),
+            roles=("text",) * LENGTH,
+            continuation=tuple(ids[LENGTH:]),
+            scored=STEPS + 1,
+            answer="",
+            max_new_tokens=0,
+            depth=None,
+            batch="b",
+        )
+        for row, ids in enumerate(tokens)
+    )
+    llama.set_attn_implementation("sdpa")
+    tensors, _ = run(llama, prompts)
+    llama.set_attn_implementation("kvdrift")
+    save_file(tensors, tmp_path / "b.safetensors")
+    return Stored(tmp_path / "b.safetensors", prompts)
+
+
+def key_scales_off(monkeypatch: pytest.MonkeyPatch, layer: int, bucket: range) -> None:
+    """The hook: after sealing, the key scales of one layer's blocks in one bucket are 10 % too large."""
+    original = sealing._to_pages
+
+    def wrong(binding: Any, pool: Any, starts: list[int], *tensors: Any) -> list[int]:
+        pages = original(binding, pool, starts, *tensors)
+        key = binding.layout.key
+        for page, start in zip(pages, starts):
+            if key.quantizer is not None and binding.index == layer and start in bucket:
+                section = pool.arena[page, key.scales : key.scales + key.scales_bytes]
+                scales = section.view(SCALE_DTYPE[key.quantizer.scale_dtype])
+                scales.mul_(1.1)
+        return pages
+
+    monkeypatch.setattr(sealing, "_to_pages", wrong)
+
+
+def test_an_injected_error_is_found_at_exactly_its_layer_bucket_and_tensor(llama, stored, monkeypatch):
+    layers, bucket = 2, range(32, 128)
+    policy = POLICY.bind(layers, 32)
+    alone = {
+        "key": LayerPolicy(key=policy.layers[0].key),
+        "value": LayerPolicy(value=policy.layers[0].value),
+    }
+
+    def cells() -> dict[tuple[int, int, str], float]:
+        found = {}
+        for layer in range(layers):
+            for tensor, pair in alone.items():
+                only = replace(policy, layers=tuple(pair if i == layer else LayerPolicy() for i in range(layers)))
+                spans = bucket_ranges(LENGTH)
+                kls = layer_kl(llama, stored, 0, layer, [Variant(only, tuple(spans))], STEPS)[0].mean(1)
+                found |= {(layer, span.start, tensor): float(kl) for span, kl in zip(spans, kls)}
+        return found
+
+    clean = cells()
+    key_scales_off(monkeypatch, 1, bucket)
+    spoilt = cells()
+    changed = {cell for cell in clean if spoilt[cell] != clean[cell]}
+    assert changed == {(1, 32, "key")}
+    assert spoilt[1, 32, "key"] > 3 * clean[1, 32, "key"]
+    assert max(spoilt, key=lambda cell: spoilt[cell] - clean[cell]) == (1, 32, "key")
+
+
+def test_a_cell_that_packs_nothing_is_null_and_others_are_not(llama, stored):
+    policy = replace(POLICY.bind(2, 32), residual_window=64)
+    rows = policy_cells(llama, stored, 0, 1, policy, STEPS)
+    assert [row["bucket"] for row in rows] == [0, 32, 128]
+    assert [row["kl"] is None for row in rows] == [False, False, True]
+    assert (rows[1]["start"], rows[1]["stop"]) == (32, 128)
+
+
+def test_the_exact_row_of_a_batch_is_the_models_own_path(llama, stored):
+    """A variant with an empty range changes nothing: KL 0 to the last bit."""
+    (found,) = layer_kl(llama, stored, 1, 0, [Variant(POLICY.bind(2, 32), (range(0),))], STEPS)
+    assert float(found.abs().max()) == 0.0
+
+
+def test_a_cell_equals_packing_that_cell_in_the_whole_model(llama, stored):
+    """Against a plain forward pass through a cache in which only that layer packs, from another direction."""
+    only = POLICY.bind(2, 32)
+    only = replace(only, layers=(LayerPolicy(), only.layers[1]))
+    (found,) = layer_kl(llama, stored, 0, 1, [Variant(only, (range(LENGTH),))], STEPS)
+    whole = whole_stack_kl(llama, [(stored, 0)], STEPS)(only)
+    assert float(found.mean()) == pytest.approx(whole, rel=0.02)
+
+
+def test_case_13_per_channel_keys_survive_an_outlier_channel(stored):
+    """CASE 13: key channel 7 scaled by 50, 4 bits: per-token groups ruin the others, per-channel keys don't."""
+    keys = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(0))
+    keys[..., 7] *= 50
+    others = [c for c in range(64) if c != 7]
+
+    def relative(quantizer: Quantizer) -> float:
+        from kvdrift.layout import block_layout
+
+        pair = LayerPolicy(key=quantizer)
+        policy = CachePolicy(name="x", layers=(pair,))
+        decoded = through_pages(keys, keys, policy, block_layout(pair, 64, 2, 64, 4))
+        return float(errors(keys[..., others], decoded.keys[..., others]).relative_l2.mean())
+
+    assert relative(Quantizer(bits=4, axis="channel", group=64)) < 0.12
+    assert relative(Quantizer(bits=4, axis="token", group=64)) > 0.6
