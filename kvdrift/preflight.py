@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,8 @@ from kvdrift.config import Composition, ConfigError, Profile, Stage, check, comp
 from kvdrift.ledger import CacheShape
 from kvdrift.models import ModelError, ModelSource, read_config, require_kv_cache, unsupported
 from kvdrift.policy import PolicyError, from_dict
+from kvdrift.prompts.prompt import PromptError
+from kvdrift.prompts.spec import CorpusSpec
 
 BACKENDS = ("definition", "native", "cuda")
 DISK_HEADROOM = 1.5
@@ -44,6 +46,14 @@ class Selections:
     def __post_init__(self) -> None:
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError(f"policies is {self.policies}; list at least one, each once")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """`search` of a policy whose bits are searched for: the budget, and the quantizers to choose from."""
+
+    bits_per_element: float
+    choices: dict[int | str, dict[str, Any]]
 
 
 def read_selections(root: Path) -> Selections:
@@ -115,43 +125,57 @@ def check_model(source: ModelSource) -> CacheShape:
     return shape
 
 
+def used_policies(root: Path, selections: Selections) -> list[str]:
+    """The selected policies, what they escalate to, and those that `sensitivity` probes. Raises ConfigError."""
+    sensitivity = compose("sensitivity", (), root / "conf")
+    probed = [sensitivity.choices["policy"], *sensitivity.values["probe_policies"]]
+    used = dict.fromkeys([*selections.policies, *probed, "exact"])
+    options = sorted(path.stem for path in (root / "conf" / "policy").glob("*.yaml"))
+    for name in list(used):
+        steps = _policy_yaml(root, name).get("escalation") if name in options else None
+        used |= dict.fromkeys(steps if isinstance(steps, list) else ())
+    for name in used:
+        if name not in options:
+            raise ConfigError(
+                f"policy {name!r}, to be probed or escalated to, is unknown; allowed: {', '.join(options)}. "
+                f"Choose one of these or write conf/policy/{name}.yaml."
+            )
+    return list(used)
+
+
 def check_policies(root: Path, names: list[str], shape: CacheShape) -> None:
     """Every policy is well formed and fits the model; a searched one with each of its choices. Raises ConfigError."""
     for name in names:
-        raw: Any = OmegaConf.to_container(OmegaConf.load(root / "conf" / "policy" / f"{name}.yaml"), resolve=True) or {}
-        search = raw.pop("search", None)
+        raw = _policy_yaml(root, name)
+        choices: dict[Any, dict[str, Any]] = {"": {}}
+        if "search" in raw:
+            choices = check(Composition(f"conf/policy/{name}.yaml", raw.pop("search"), {}), SearchSpace).choices
         try:
-            for choice in search["choices"].values() if search else ({},):
+            for choice in choices.values():
                 from_dict({**raw, **choice}, name).bind(shape.layers, shape.head_dim)
         except PolicyError as error:
             raise ConfigError(f"conf/policy/{name}.yaml: {error}") from error
 
 
-def check_lengths(corpus: Any, shape: CacheShape, where: str) -> None:
-    """No prompt, with what follows it, is longer than the model's positions. Raises ConfigError."""
-    longest = max((length for _, length in prompt_sizes(corpus)), default=0)
-    if shape.positions is not None and longest > shape.positions:
-        raise ConfigError(
-            f"{where}: a prompt of {longest} tokens, its continuation included, is longer than the model's "
-            f"{shape.positions} positions. Shorten it, or choose another corpus or model."
-        )
+def _policy_yaml(root: Path, name: str) -> dict[str, Any]:
+    raw: Any = OmegaConf.to_container(OmegaConf.load(root / "conf" / "policy" / f"{name}.yaml"), resolve=True)
+    return dict(raw or {})
 
 
-def prompt_sizes(corpus: Any) -> Iterator[tuple[int, int]]:
-    """(how many, tokens of one with what follows it) of every kind of prompt: each mapping that has a `length`."""
-    if isinstance(corpus, Mapping):
-        if isinstance(corpus.get("length"), int):
-            follows = max(corpus.get("continuation") or 0, corpus.get("max_new_tokens") or 0)
-            yield corpus.get("count", 1), corpus["length"] + follows
-        corpus = list(corpus.values())
-    if isinstance(corpus, list):
-        for part in corpus:
-            yield from prompt_sizes(part)
+def check_corpus(corpus: dict[str, Any], shape: CacheShape, where: str) -> int:
+    """Prefix tokens of the whole corpus. Raises ConfigError if it is malformed, or a prompt longer than the model."""
+    if shape.positions is None:
+        raise ConfigError(f"{where}: the model's config says no max_position_embeddings, so no prompt is known to fit")
+    try:
+        spec = CorpusSpec.from_dict(corpus)
+        spec.check(shape.positions)
+    except PromptError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return sum(sum(lengths) for lengths in spec.prefix_lengths(shape.positions).values())
 
 
-def check_disk(root: Path, corpus: Any, shape: CacheShape) -> None:
-    """The keys and values of the corpus, and what is derived from them, fit on the disk. Raises ConfigError."""
-    tokens = sum(count * length for count, length in prompt_sizes(corpus))
+def check_disk(root: Path, tokens: int, shape: CacheShape) -> None:
+    """The keys and values of so many tokens, and what is derived from them, fit on the disk. Raises ConfigError."""
     need = int(tokens * shape.layers * shape.token_bytes * DISK_HEADROOM)
     held = sum(path.stat().st_size for path in (root / "data").rglob("*") if path.is_file())
     free = shutil.disk_usage(root).free

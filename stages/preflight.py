@@ -13,7 +13,7 @@ from kvdrift.models import ModelSource
 
 @dataclass(frozen=True)
 class PreflightConfig:
-    """`corpus` is checked by the stage `prompts`; here only its lengths count. `chunk_tokens`: teacher forcing's."""
+    """`chunk_tokens`: teacher forcing's."""
 
     profile: Profile
     model: ModelSource
@@ -28,9 +28,9 @@ def main(config: PreflightConfig) -> None:
     selections = preflight.read_selections(root)
     compositions = preflight.check_stages(root, selections)
     shape = preflight.check_model(config.model)
-    preflight.check_policies(root, selections.policies, shape)
-    preflight.check_lengths(config.corpus, shape, f"conf/corpus/{selections.corpus}.yaml")
-    preflight.check_disk(root, config.corpus, shape)
+    preflight.check_policies(root, preflight.used_policies(root, selections), shape)
+    tokens = preflight.check_corpus(config.corpus, shape, f"conf/corpus/{selections.corpus}.yaml")
+    preflight.check_disk(root, tokens, shape)
     device = preflight.device_fingerprint(config.profile, config.chunk_tokens)
     config.out.mkdir(parents=True, exist_ok=True)
     write(config.out / "device.json", device)

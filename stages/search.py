@@ -68,8 +68,9 @@ def main(config: SearchConfig) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     print(
-        f"auto: {found.bits_per_element:.2f} bits an element; KL of the whole stack {kl:.4f} nats, {found.predicted_kl:.4f} "
-        f"predicted from isolated layers; {content['start']['measured_kl']:.4f} before refining"
+        f"auto: {found.bits_per_element:.2f} bits an element; KL of the whole stack {kl:.4f} nats, "
+        f"{found.predicted_kl:.4f} predicted from isolated layers; "
+        f"{content['start']['measured_kl']:.4f} before refining"
     )
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE = ("kvdrift/quantizers", "kvdrift/kernels", "kvdrift/cache")
+READS = {"kvdrift/report/page.py": "kvdrift/report/templates"}
+"""A folder that a module reads beside its imports."""
 
 
 def closure(script: str) -> set[str]:
@@ -23,11 +25,15 @@ def closure(script: str) -> set[str]:
         if path in found:
             continue
         found.add(path)
-        room = next((room for room in WHOLE if path.startswith(f"{room}/")), None)
-        if room:  # a room that counts as one thing imports what any of its files does
+        room = _room(path)
+        if room != path:  # a room that counts as one thing imports what any of its files does
             todo += [p.relative_to(ROOT).as_posix() for p in (ROOT / room).rglob("*.py")]
         todo += _imports(ROOT / path)
-    return {next((room for room in WHOLE if path.startswith(f"{room}/")), path) for path in found}
+    return {_room(path) for path in found} | {READS[path] for path in found & READS.keys()}
+
+
+def _room(path: str) -> str:
+    return next((room for room in WHOLE if path.startswith(f"{room}/")), path)
 
 
 def _imports(path: Path) -> list[str]:

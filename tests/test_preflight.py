@@ -15,7 +15,8 @@ from kvdrift.ledger import CacheShape
 
 HERE = Path(__file__).parent.parent
 SHAPE = CacheShape(layers=4, kv_heads=2, head_dim=64, query_heads=4, positions=512)
-TAKEN = ("conf/model", "conf/policy", "conf/profile", "conf/model.yaml", "conf/preflight.yaml")
+TAKEN = ("conf/corpus", "conf/model", "conf/policy", "conf/profile")
+TAKEN += ("conf/model.yaml", "conf/preflight.yaml", "conf/sensitivity.yaml")
 TAKEN_STAGES = ("stages/model.py", "stages/preflight.py")
 PACK = """
 from dataclasses import dataclass
@@ -38,16 +39,15 @@ def main(config: PackConfig) -> None: ...
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """A repository of two real stages, one stand-in that takes a policy, and a corpus."""
+    """A repository of two real stages, and one stand-in that takes a policy."""
     root = tmp_path / "a clone"
     for name in (*TAKEN, *TAKEN_STAGES):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (HERE / name).is_dir() else shutil.copy)(HERE / name, root / name)
     files = {
-        "params.yaml": "{profile: smoke, model: tiny, corpus: small, gates: small, policies: [exact, int4, auto]}\n",
-        "conf/corpus/small.yaml": "dialogue: {length: 256, count: 4, continuation: 64, max_new_tokens: 32}\n",
+        "params.yaml": "{profile: smoke, model: tiny, corpus: smoke, gates: small, policies: [exact, int4, auto]}\n",
         "conf/gates/small.yaml": "kl: 0.05\n",
-        "conf/pack.yaml": "defaults: [{profile: laptop}, {policy: exact}, _self_]\nblock: 64\n",
+        "conf/pack.yaml": "defaults: [{profile: laptop}, {policy: '???'}, _self_]\nblock: 64\n",
         "stages/pack.py": PACK,
     }
     for name, text in files.items():
@@ -57,7 +57,7 @@ def repo(tmp_path: Path) -> Path:
 
 
 def run(repo: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "stages/preflight.py", "profile=smoke", "model=tiny", "corpus=small", *overrides]
+    command = [sys.executable, "stages/preflight.py", "profile=smoke", "model=tiny", "corpus=smoke", *overrides]
     return subprocess.run(command, cwd=repo, capture_output=True, text=True, env=os.environ | environment)
 
 
@@ -121,8 +121,13 @@ def test_no_compiler_is_a_warning_and_the_definition_runs(repo: Path, tmp_path: 
         ),
         ("conf/policy/int4.yaml", "bits:", "bit:", "conf/policy/int4.yaml: policy 'int4'"),
         ("conf/policy/auto.yaml", "group: 32", "group: 48", "conf/policy/auto.yaml: key.group is 48; it must divide"),
-        ("conf/corpus/small.yaml", "length: 256", "length: 480", "a prompt of 544 tokens, its continuation included"),
-        ("conf/corpus/small.yaml", "count: 4", "count: 4000000000", "are free. Free some disk"),
+        ("conf/policy/auto.yaml", "bits_per_element: 4.7", "bits: 4.7", "auto.yaml: bits is an unknown key; allowed"),
+        ("conf/policy/kivi2.yaml", "group: 32", "group: 48", "conf/policy/kivi2.yaml: key.group is 48; it must divide"),
+        ("conf/policy/int4.yaml", "[int8, exact]", "[int9]", "policy 'int9', to be probed or escalated to, is unknown"),
+        ("conf/corpus/smoke.yaml", "batch_size", "batch", "corpus has an unknown key 'batch'; allowed: batch_size"),
+        ("conf/corpus/smoke.yaml", "{256: 3}", "{512: 3}", "asks for a prefix of 512 tokens and 17 more"),
+        ("conf/corpus/smoke.yaml", '"256": [', '"512": [', "asks for a prefix of 512 tokens and 17 more"),
+        ("conf/corpus/smoke.yaml", "{256: 3}", "{256: 9000000}", "are free. Free some disk"),
         ("conf/model/tiny.yaml", "source: tiny", "source: hub", "'random-llama' (revision None) is no local folder"),
     ],
 )
@@ -202,8 +207,3 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDRIFT_BACKEND", "triton")
     with pytest.raises(ConfigError, match="KVDRIFT_BACKEND is 'triton'; allowed: definition, native, cuda"):
         preflight.resolve_backend("cpu", None)
-
-
-def test_prompt_sizes_are_found_wherever_a_length_is() -> None:
-    corpus = {"needles": [{"length": 128, "count": 3}, {"length": 512, "max_new_tokens": 8}], "seed": 0}
-    assert list(preflight.prompt_sizes(corpus)) == [(3, 128), (1, 520)]

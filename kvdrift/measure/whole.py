@@ -1,4 +1,4 @@
-"""KL of the whole stack under a policy, on probe prompts, in the model's dtype: what isolated cells need not add up to."""
+"""KL of the whole stack under a policy, on probe prompts, in its dtype; isolated cells need not add up to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole_stack_kl(model: Any, probes: Sequence[tuple[Stored, int]], steps: int)
     references = [log_p(exact, probe) for probe in probes]
 
     def measured(policy: CachePolicy) -> float:
-        kls = [kl(reference, log_p(policy, probe)).mean() for reference, probe in zip(references, probes)]
+        kls = [kl(reference, log_p(policy, probe)).mean() for reference, probe in zip(references, probes, strict=True)]
         return float(torch.stack(kls).mean())
 
     return measured

@@ -1,6 +1,6 @@
 """Cells: an error is found where it is made, at exactly that layer, bucket and tensor, and an exact cell costs nothing.
 
-    pytest tests/measure/test_cells.py
+pytest tests/measure/test_cells.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from kvdrift.cache import sealing
 from kvdrift.kernels.definition import SCALE_DTYPE
 from kvdrift.measure.cells import Variant, layer_kl, policy_cells
@@ -20,7 +22,6 @@ from kvdrift.measure.tensors import bucket_ranges, errors
 from kvdrift.measure.whole import whole_stack_kl
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.prompts.prompt import Prompt
-from safetensors.torch import save_file
 
 LENGTH, STEPS = 192, 16
 POLICY = CachePolicy(
@@ -64,7 +65,7 @@ def key_scales_off(monkeypatch: pytest.MonkeyPatch, layer: int, bucket: range) -
     def wrong(binding: Any, pool: Any, starts: list[int], *tensors: Any) -> list[int]:
         pages = original(binding, pool, starts, *tensors)
         key = binding.layout.key
-        for page, start in zip(pages, starts):
+        for page, start in zip(pages, starts, strict=True):
             if key.quantizer is not None and binding.index == layer and start in bucket:
                 section = pool.arena[page, key.scales : key.scales + key.scales_bytes]
                 scales = section.view(SCALE_DTYPE[key.quantizer.scale_dtype])
@@ -89,7 +90,7 @@ def test_an_injected_error_is_found_at_exactly_its_layer_bucket_and_tensor(llama
                 only = replace(policy, layers=tuple(pair if i == layer else LayerPolicy() for i in range(layers)))
                 spans = bucket_ranges(LENGTH)
                 kls = layer_kl(llama, stored, 0, layer, [Variant(only, tuple(spans))], STEPS)[0].mean(1)
-                found |= {(layer, span.start, tensor): float(kl) for span, kl in zip(spans, kls)}
+                found |= {(layer, span.start, tensor): float(kl) for span, kl in zip(spans, kls, strict=True)}
         return found
 
     clean = cells()

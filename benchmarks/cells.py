@@ -1,0 +1,71 @@
+"""Cells a second: from the changed layer on over the stored prefix, beside a full prefill for every cell.
+
+    python benchmarks/cells.py --json cells.json
+
+Needs the artifacts of `dvc repro`. `ours` and `theirs` are seconds a cell, for kivi2's cells of three layers.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from rows import Row, machine, parser, report
+
+from kvdrift import models
+from kvdrift.cache.packed import PackedCache
+from kvdrift.measure.cells import Variant, layer_kl
+from kvdrift.measure.plans import read_plan
+from kvdrift.measure.reference import Stored, longest, stored
+from kvdrift.measure.replay import score
+from kvdrift.measure.tensors import bucket_ranges
+from kvdrift.policy import CachePolicy
+from kvdrift.prompts.prompt import from_frame
+
+STEPS = 16
+LAYERS = (0, 15, 29)
+
+
+@torch.inference_mode()
+def naive(model: Any, batch: Stored, row: int, policy: CachePolicy, layer: int) -> None:
+    """One cell the plain way: prefill the prompt, with one layer packing in one bucket, and score."""
+    ranges = {index: [range(0)] for index in range(len(policy.layers))} | {layer: [range(batch.length)]}
+    cache = PackedCache(policy, model.config, dtype=model.dtype, pack_ranges=ranges)
+    model(input_ids=batch.prefix[row : row + 1].to(model.device), cache=cache, use_cache=True, logits_to_keep=1)
+    score(model, cache, batch.continuation[row : row + 1, : STEPS + 1].to(model.device))
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(options.threads)
+    batches = stored(Path("data/reference"), from_frame(pl.read_parquet("data/prompts/prompts.parquet")))
+    model, _ = models.load(Path("data/model/manifest.json"), "cpu", "kvdrift")
+    model.float()
+    policy = read_plan(Path("data/plans"), "kivi2").bind(batches[0].layers, batches[0].layer(0)[0].shape[-1])
+    print(machine())
+    rows = []
+    for cohort in ("code", "needle_grid"):
+        batch, row = longest(batches, cohort)
+        spans = tuple(bucket_ranges(batch.length))
+        ours, theirs = [], []
+        for layer in LAYERS:
+            start = time.perf_counter()
+            layer_kl(model, batch, row, layer, [Variant(policy, spans)], STEPS)
+            ours.append((time.perf_counter() - start) / len(spans))
+        for layer in LAYERS[:1]:
+            start = time.perf_counter()
+            naive(model, batch, row, policy, layer)
+            theirs.append(time.perf_counter() - start)
+        mean, plain = sum(ours) / len(ours), sum(theirs) / len(theirs)
+        rows.append(Row(f"cells at {batch.length} tokens", mean, plain, mean / plain, "s a cell"))
+        print(
+            f"{rows[-1].case}: {1 / mean:.1f} cells/s, {1 / plain:.3f} the plain way, {plain / mean:.0f} times faster"
+        )
+    report(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
