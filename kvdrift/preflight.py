@@ -25,8 +25,6 @@ from kvdrift.config import Composition, ConfigError, Profile, Stage, check, comp
 from kvdrift.ledger import CacheShape
 from kvdrift.models import ModelError, ModelSource, read_config, require_kv_cache, unsupported
 from kvdrift.policy import PolicyError, from_dict
-from kvdrift.prompts.prompt import PromptError
-from kvdrift.prompts.spec import CorpusSpec
 
 BACKENDS = ("definition", "native", "cuda")
 DISK_HEADROOM = 1.5
@@ -166,6 +164,9 @@ def check_corpus(corpus: dict[str, Any], shape: CacheShape, where: str) -> int:
     """Prefix tokens of the whole corpus. Raises ConfigError if it is malformed, or a prompt longer than the model."""
     if shape.positions is None:
         raise ConfigError(f"{where}: the model's config says no max_position_embeddings, so no prompt is known to fit")
+    from kvdrift.prompts.prompt import PromptError  # brings polars, which a no-op run can do without until here
+    from kvdrift.prompts.spec import CorpusSpec
+
     try:
         spec = CorpusSpec.from_dict(corpus)
         spec.check(shape.positions)

@@ -42,7 +42,7 @@ def test_batches_are_rectangular_and_not_too_large(prompts):
     for prompt in prompts:
         batches[prompt.batch].append(prompt)
     for batch in batches.values():
-        assert len(batch) <= 12
+        assert len(batch) <= 36
         alike = {(p.split, len(p.tokens), len(p.continuation), p.max_new_tokens) for p in batch}
         assert len(alike) == 1
 
