@@ -20,7 +20,7 @@ STAGES = sorted(DECLARED["stages"])
 SELECTIONS = [
     {"profile": "smoke", "model": "tiny", "corpus": "smoke", "gates": "smoke", "item": "int4"},
     {"profile": "laptop", "model": "smollm2", "corpus": "laptop", "gates": "laptop", "item": "auto"},
-    {"profile": "gpu", "model": "hub", "corpus": "full", "gates": "gpu", "item": "kivi4"},
+    {"profile": "gpu", "model": "hub", "corpus": "gpu", "gates": "gpu", "item": "kivi4"},
 ]
 LOADED = {"sensitivity": {"kivi2", "int4"}, "drill": {"exact", "int8"}}
 """Policies that a stage reads on its own, beside those that it composes."""

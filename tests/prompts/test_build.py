@@ -152,7 +152,7 @@ def test_a_chat_template_frames_every_message_and_ends_with_the_assistants_heade
     assert "⁂" not in "".join(tokenizer.decode(prompt.tokens) for prompt in prompts)
 
 
-@pytest.mark.parametrize("name", ["smoke", "laptop", "full"])
+@pytest.mark.parametrize("name", ["smoke", "laptop", "gpu"])
 def test_the_committed_specifications_are_valid(name, load_spec):
     assert load_spec(name).batch_size >= 8
 
