@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvdrift.prompts.prompt import Prompt
 
-MOST_TOKENS = 24_576
-"""Prefix tokens of one batch: what a prefill's activations fit beside the model."""
+MOST_TOKENS = 12_288
+"""Prefix tokens of one batch. Long prompts run alone: CPU attention holds tokens² scores of every head at once."""
 
 
 def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Prompt]:
