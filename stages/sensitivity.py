@@ -25,6 +25,8 @@ class SensitivityConfig:
 
 @stage("sensitivity")
 def main(config: SensitivityConfig) -> None:
+    import gc
+
     import polars as pl
     import torch
     from tqdm import tqdm
@@ -42,11 +44,10 @@ def main(config: SensitivityConfig) -> None:
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
     prompts = [longest(batches, cohort) for cohort in config.cohorts]
     work = [(batch, at, layer) for batch, at in prompts for layer in range(batch.layers)]
-    rows = [
-        row
-        for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer")
-        for row in layer_rows(model, batch, at, layer, chosen, config.steps)
-    ]
+    rows = []
+    for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer"):
+        rows += layer_rows(model, batch, at, layer, chosen, config.steps)
+        gc.collect()  # a cache and its layers refer to each other, and a layer's caches take hundreds of megabytes
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
 
