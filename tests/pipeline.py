@@ -50,9 +50,9 @@ class Clone:
     def dvc(self, *arguments: str, fails: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-m", "dvc", *arguments, fails=fails, **environment)
 
-    def repro(self, **environment: str) -> set[str]:
+    def repro(self, *targets: str, **environment: str) -> set[str]:
         """The stages that `dvc repro` runs; those that it checks out of its cache aren't among them."""
-        return set(RUNNING.findall(self.dvc("repro", **environment).stdout))
+        return set(RUNNING.findall(self.dvc("repro", *targets, **environment).stdout))
 
     def commit(self) -> None:
         """Everything into git, as the author `test`."""

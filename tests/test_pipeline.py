@@ -155,6 +155,13 @@ def test_a_kernel_reruns_what_uses_kernels(finished: Clone) -> None:
 
 
 def test_a_driver_reruns_what_depends_on_the_device(finished: Clone) -> None:
+    """Up to `quantize@auto`: neither the model nor the prompts, and not the calibration on an equal reference."""
+    ran = finished.repro("quantize@auto", KVDRIFT_FAKE_DRIVER="999.8")
+    assert ran == {"preflight", "reference", "sensitivity", "search", "quantize@auto"}
+
+
+@pytest.mark.slow
+def test_a_driver_reruns_all_that_depends_on_the_device(finished: Clone) -> None:
     ran = finished.repro(KVDRIFT_FAKE_DRIVER="999.9")
     assert "reference" in ran
     assert ran == finished.users("data/preflight/device.json") | finished.stages("preflight", "verdict")
