@@ -3,20 +3,19 @@
 On an H100- or H200-class GPU it compares decode attention over packed blocks with torch's fused attention on the same
 tokens in bfloat16 and with the device's own copy bandwidth, and packing with copy bandwidth. Both sides run as CUDA
 graphs (no launch overhead on either), rotate through more memory than the L2 cache holds, and alternate; a row's ratio
-is the median over the rounds. Without a GPU it says so, and gives no figures.
+is the median over the rounds; of times less is better, of bandwidths more. Without a GPU it says so and gives no figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rows import Row, report
 from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -44,17 +43,6 @@ POLICIES = {
     "int8, keys per channel": _policy(8, "channel"),
     "int8, keys per token": _policy(8, "token"),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """`ratio` is ours / theirs: of times, less is better; of bandwidths, more."""
-
-    case: str
-    ours: float
-    theirs: float
-    ratio: float
-    unit: str
 
 
 def _layout(layer: LayerPolicy) -> BlockLayout:
@@ -210,8 +198,7 @@ def main() -> None:
     for name in POLICIES:
         for length in LENGTHS:
             rows += time_attention(name, length)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    report(rows, arguments.json)
 
 
 if __name__ == "__main__":

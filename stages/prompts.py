@@ -19,7 +19,7 @@ class PromptsConfig:
 @stage("prompts")
 def main(config: PromptsConfig) -> None:
     from kvdrift import models
-    from kvdrift.prompts.build import build
+    from kvdrift.prompts.build import build, prefix_tokens
     from kvdrift.prompts.prompt import PromptError, to_frame
     from kvdrift.prompts.spec import CorpusSpec
 
@@ -33,7 +33,7 @@ def main(config: PromptsConfig) -> None:
         raise ConfigError(error) from error
     config.out.parent.mkdir(parents=True, exist_ok=True)
     to_frame(prompts).write_parquet(config.out)
-    print(f"{len(prompts)} prompts, {sum(len(p.tokens) for p in prompts):,} prefix tokens")
+    print(f"{len(prompts)} prompts, {prefix_tokens(prompts):,} prefix tokens")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,10 @@
-"""How two generations differ: where they first part, how far they are apart, and what kind of change it is."""
+"""How two generations differ: where they first part, and how far they are apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rapidfuzz.distance import Levenshtein
-
-CHANGE = {
-    "tool_arguments": "tool argument",
-    "citation": "citation",
-    "refusal": "safety decision",
-    "copy": "exact string",
-    "needle": "exact string",
-    "needle_grid": "exact string",
-}
-"""Cohort → what a changed answer of it means."""
 
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
