@@ -3,7 +3,8 @@
 On an H100- or H200-class GPU it compares decode attention over packed blocks with torch's fused attention on the same
 tokens in bfloat16 and with the device's own copy bandwidth, and packing with copy bandwidth. Both sides run as CUDA
 graphs (no launch overhead on either), rotate through more memory than the L2 cache holds, and alternate; a row's ratio
-is the median over the rounds; of times less is better, of bandwidths more. Without a GPU it says so and gives no figure.
+is the median over the rounds. Of times less is better, of bandwidths more. Without a GPU it says so, and gives no
+figures.
 """
 
 from __future__ import annotations
