@@ -79,7 +79,11 @@ def main(config: DrillConfig) -> None:
     before = [tokens[p.id][:new] for p in batch.prompts]
     checks.append(drill.fallback((batch.read("logits")[0], before), (logits, out.tokens)))
 
-    content = {"checks": [asdict(check) for check in checks], "passed": all(check.passed for check in checks)}
+    content = {
+        "policy": policy.id,
+        "checks": [asdict(check) for check in checks],
+        "passed": all(check.passed for check in checks),
+    }
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / f"{config.plan}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     failed = [check.name for check in checks if not check.passed]

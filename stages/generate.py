@@ -68,7 +68,7 @@ def main(config: GenerateConfig) -> None:
             rows.append(row)
     lists = {"tokens_reference": pl.List(pl.Int64), "tokens": pl.List(pl.Int64), "first_divergence": pl.Int64}
     pl.DataFrame(rows, schema_overrides=lists | {"depth": pl.Float64}, infer_schema_length=None).write_parquet(
-        config.out / f"{config.plan}.parquet"
+        config.out / f"{config.plan}.parquet", metadata={"policy": policy.id}
     )
 
 

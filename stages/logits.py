@@ -63,7 +63,7 @@ def main(config: LogitsConfig) -> None:
     scored = [batch for batch in batches if len(batch.prompts[0].continuation) > 1]
     frames = [compared(batch) for batch in tqdm(scored, desc=f"logits {config.plan}", unit="batch")]
     config.out.mkdir(parents=True, exist_ok=True)
-    pl.concat(frames).write_parquet(config.out / f"{config.plan}.parquet")
+    pl.concat(frames).write_parquet(config.out / f"{config.plan}.parquet", metadata={"policy": policy.id})
 
     model.float()  # a cell's effect is often below bfloat16's own rounding noise
     probes = [longest(scored, cohort) for cohort in config.probes]
@@ -73,7 +73,9 @@ def main(config: LogitsConfig) -> None:
         for layer in tqdm(range(batch.layers), desc=f"cells {config.plan}", unit="layer")
         for row in policy_cells(model, batch, at, layer, policy, config.probe_steps)
     ]
-    pl.DataFrame(cells, schema=CELLS).write_parquet(config.out / f"{config.plan}_cells.parquet")
+    pl.DataFrame(cells, schema=CELLS).write_parquet(
+        config.out / f"{config.plan}_cells.parquet", metadata={"policy": policy.id}
+    )
 
 
 if __name__ == "__main__":

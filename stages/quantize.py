@@ -61,10 +61,9 @@ def main(config: QuantizeConfig) -> None:
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)
-    pl.concat(errors or [pl.DataFrame(schema=ERRORS)]).write_parquet(config.out / f"{config.plan}.parquet")
-    pl.concat(attention or [pl.DataFrame(schema=ATTENTION)]).write_parquet(
-        config.out / f"{config.plan}_attention.parquet"
-    )
+    for frames, schema, suffix in ((errors, ERRORS, ""), (attention, ATTENTION, "_attention")):
+        frame = pl.concat(frames or [pl.DataFrame(schema=schema)])
+        frame.write_parquet(config.out / f"{config.plan}{suffix}.parquet", metadata={"policy": policy.id})
     content = {
         "policy": policy.id,
         "bits_per_element": ledger.bits_per_element(policy, shape),
