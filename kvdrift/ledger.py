@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,27 @@ def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> 
         sums["tables"] += blocks * TABLE_BYTES_PER_BLOCK + TABLE_BYTES_PER_SEQUENCE
     scaled = {name: size * batch for name, size in sums.items()}
     return Ledger(reference=shape.layers * shape.token_bytes * tokens * batch, **scaled)
+
+
+def byte_break_even(policy: CachePolicy, shape: CacheShape, limit: int) -> int | None:
+    """The shortest length from which on, up to `limit`, a packing sequence holds fewer bytes than an exact one.
+
+    Everything that `account` counts is in it, so a short sequence pays for room and shadow that its few blocks don't
+    earn back. None if it is smaller at no such length, as a policy that packs nothing is.
+    """
+    policy = replace(policy, min_length=0)
+
+    def smaller(tokens: int) -> bool:
+        ledger = account(policy, shape, tokens, 1)
+        return ledger.format_bytes < ledger.reference
+
+    sealed = [policy.exact_tokens + n * policy.block for n in range(1, packed_blocks(policy, limit) + 1)]
+    if not sealed:
+        return None
+    # Until the next seal the exact cache grows alone, so a block saves the least at its seal. The first block doesn't
+    # pay there, since its room is billed beside it; each further one adds the same saving, so once one pays, all do.
+    last = sealed[bisect_left(sealed, True, key=smaller) - 1]
+    return next((tokens for tokens in range(last + 1, min(last + policy.block, limit) + 1) if smaller(tokens)), None)
 
 
 def bits_per_element(policy: CachePolicy, shape: CacheShape) -> float:

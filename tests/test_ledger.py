@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import LlamaConfig
 
 from kvdrift import ledger
 from kvdrift.cache.packed import PackedCache
-from kvdrift.ledger import CacheShape, account, bits_per_element, load_policy
+from kvdrift.ledger import CacheShape, account, bits_per_element, byte_break_even, load_policy
 from kvdrift.policy import CachePolicy, PolicyError, from_dict
 
 MIB = 2**20
@@ -203,3 +204,43 @@ def test_the_module_runs_without_torch() -> None:
         "assert not {'torch', 'transformers', 'polars'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    residual=st.integers(0, 12),
+    block=st.sampled_from([32, 64, 128]),
+    rollback=st.integers(0, 32),
+    heads=st.integers(1, 4),
+    limit=st.integers(1, 800),
+)
+@settings(max_examples=25, deadline=None)
+def test_byte_break_even_is_where_every_further_length_is_smaller(
+    name: str, residual: int, block: int, rollback: int, heads: int, limit: int
+) -> None:
+    made = replace(load_policy(name), residual_window=16 * residual, rollback=rollback, min_length=9)
+    made = replace(made, block=max(block, made.layers[0].key.group if made.layers[0].key else 0))
+    shape = CacheShape(2, heads, 64, heads)
+    _check_break_even(made, shape, limit)
+
+
+@given(limit=st.integers(1, 800))
+@settings(max_examples=10, deadline=None)
+def test_byte_break_even_of_layers_that_differ(limit: int) -> None:
+    _check_break_even(AUTO, CacheShape(3, 2, 64, 4), limit)
+
+
+def _check_break_even(policy: CachePolicy, shape: CacheShape, limit: int) -> None:
+    """Against every length, one after the other."""
+    held = [account(replace(policy, min_length=0), shape, n, 1) for n in range(1, limit + 1)]
+    worse = [n for n, ledger in enumerate(held, start=1) if ledger.format_bytes >= ledger.reference]
+    found = byte_break_even(policy, shape, limit)
+    assert found == (max(worse) + 1 if max(worse, default=0) < limit else None)
+
+
+def test_short_prompts_cost_more_packed_than_exact() -> None:
+    shape = CacheShape(layers=30, kv_heads=3, head_dim=64, query_heads=9)
+    assert byte_break_even(load_policy("int8"), shape, 7936) == 265
+    assert byte_break_even(load_policy("kivi4"), shape, 7936) == 293
+    assert byte_break_even(load_policy("int8"), shape, 200) is None
+    assert byte_break_even(load_policy("exact"), shape, 7936) is None
