@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import time
 import types
@@ -19,9 +20,11 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from kvdrift.ranges import require
 
 QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 """Overrides that keep Hydra from writing run directories and logs."""
@@ -29,8 +32,18 @@ QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"
 C = TypeVar("C")
 
 
+UNREADABLE = (HydraException, yaml.YAMLError, UnicodeDecodeError)
+"""What Hydra raises on input that it can't compose."""
+
+
 class ConfigError(ValueError):
-    """Input that a user can mend. Shown without a traceback; says the value, what is allowed and what to do."""
+    """Input that a user can mend. Shown without a traceback, a line for each argument.
+
+    A line says the value, what is allowed and what to do.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,9 @@ class Profile:
     device: Literal["cpu", "cuda", "auto"]
     threads: int
     seed: int
+
+    def __post_init__(self) -> None:
+        require(self, threads=(1, 1024), seed=(0, 2**32 - 1))
 
     @property
     def torch_device(self) -> Literal["cpu", "cuda"]:
@@ -85,26 +101,34 @@ class Stage(Protocol):
 def stage(name: str) -> Callable[[Callable[[Any], None]], Stage]:
     """Run `main(config)` on `conf/<name>.yaml`, checked against the dataclass that annotates `config`.
 
-    `conf/` lies beside the script's folder. A key that is unknown, missing or ill-typed, and any ConfigError of `main`
-    itself, ends the process with status 1 and one paragraph on stderr. The stage's seconds are printed at the end.
+    `conf/` lies beside the script's folder. A key that is unknown, missing, ill-typed or out of range, and any
+    ConfigError of `main` itself, ends the process with status 1 and a line each on stderr; what else is raised is a bug
+    and shows its traceback. The stage's seconds are printed at the end.
     """
 
     def decorate(main: Callable[[Any], None]) -> Stage:
         script = Path(inspect.getfile(main)).resolve()
         schema = get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
 
+        def refuse(error: ConfigError) -> None:
+            sys.exit("\n".join(f"[{name}] error: {line}" for line in str(error).splitlines()))
+
         def task(composed: DictConfig) -> None:
             started = time.perf_counter()
             try:
                 main(check(_composition(name, composed, HydraConfig.get().runtime.choices), schema))
             except ConfigError as error:
-                sys.exit(f"[{name}] error: {error}")
+                refuse(error)
             print(f"[{name}] {time.perf_counter() - started:.1f} s", flush=True)
 
         @functools.wraps(main)
         def run() -> None:
             sys.argv[1:1] = QUIET
-            hydra.main(version_base=None, config_path=str(script.parent.parent / "conf"), config_name=name)(task)()
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what is wrong, rather than print it in Hydra's own words
+            try:
+                hydra.main(version_base=None, config_path=str(script.parent.parent / "conf"), config_name=name)(task)()
+            except UNREADABLE as error:
+                refuse(_unreadable(name, error))
 
         run.name, run.schema = name, schema  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
@@ -119,18 +143,51 @@ def compose(name: str, overrides: Sequence[str] = (), conf: Path = Path("conf"))
         with hydra.initialize_config_dir(str(conf.resolve()), version_base=None):
             composed = hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
         return _composition(name, composed, composed.hydra.runtime.choices)
-    except (HydraException, yaml.YAMLError) as error:
-        raise ConfigError(f"conf/{name}.yaml can't be composed with {list(overrides)}: {error}") from error
+    except UNREADABLE as error:
+        raise _unreadable(name, error) from error
     finally:
         GlobalHydra.instance().hydra = outer
 
 
 def check(composition: Composition, schema: type[C]) -> C:
-    """The values as `schema`, a frozen dataclass. Raises ConfigError naming the key, its file and what is allowed."""
+    """The values as `schema`, a frozen dataclass.
+
+    Raises ConfigError, a line for each key that doesn't fit, with its file and what is allowed.
+    """
+    wrong: Wrong = []
+    made: C = _typed(composition.values, schema, "", wrong)
+    if wrong:
+        lines = (f"{composition.file_of(key)}: {key or 'the file'} {message}" for key, message in wrong)
+        raise ConfigError(*(f"{line}. Edit it and run again." for line in lines))
+    return made
+
+
+def read_yaml(path: Path) -> Any:
+    """Plain data. Raises ConfigError where there is no such file, or it is not YAML."""
     try:
-        return _typed(composition.values, schema, "")
-    except _Misfit as misfit:
-        raise ConfigError(f"{composition.file_of(misfit.key)}: {misfit}. Edit it and run again.") from misfit
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except UNREADABLE as error:
+        raise _unreadable(path.stem, error) from error
+    except (OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} can't be read: {_one_line(error)}. Write it anew.") from error
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    """What Hydra says of `conf/<name>.yaml`, in a line."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        known = f"{group} {option!r} is unknown; allowed: {', '.join(sorted(error.options))}"
+        return ConfigError(f"{known}. Choose one of these or write conf/{group}/{option}.yaml.")
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        problem = getattr(error, "problem", None) or error
+        where = f"{os.path.relpath(mark.name)}, line {mark.line + 1}"
+        return ConfigError(f"{where}: not YAML: {_one_line(problem)}. Mend it and run again.")
+    return ConfigError(f"conf/{name}.yaml can't be composed: {_one_line(error)}. Mend it and run again.")
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
 
 
 def _composition(name: str, composed: DictConfig, choices: Mapping[str, str | None]) -> Composition:
@@ -140,40 +197,40 @@ def _composition(name: str, composed: DictConfig, choices: Mapping[str, str | No
         own = OmegaConf.masked_copy(composed, keys)
         values: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"conf/{name}.yaml: {error.full_key}: {error.msg}") from error
+        raise ConfigError(f"conf/{name}.yaml: {error.full_key}: {_one_line(error.msg)}. Set it.") from error
     return Composition(f"conf/{name}.yaml", values, {g: c for g, c in groups.items() if not g.startswith("hydra/")})
 
 
-class _Misfit(ValueError):
-    """A value at a dotted key that isn't of the type that is wanted there."""
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(f"{key or 'the file'} {message}")
-        self.key = key
+Wrong = list[tuple[str, str]]
+"""Dotted keys, and what is wrong with each."""
 
 
-def _typed(value: Any, wanted: Any, key: str) -> Any:
-    """`value`, plain data from YAML, as `wanted`: a dataclass, a container or Union of such, a Literal or a scalar."""
+def _typed(value: Any, wanted: Any, key: str, wrong: Wrong) -> Any:
+    """`value`, plain data from YAML, as `wanted`: a dataclass, a container or Union of such, a Literal or a scalar.
+
+    What doesn't fit is added to `wrong`, and what is returned then is of no use.
+    """
     origin, args = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return value
     if is_dataclass(wanted):
-        return _dataclass(value, wanted, key)
+        return _dataclass(value, wanted, key, wrong)
     if origin in (Union, types.UnionType):
-        return _either(value, args, key)
+        return _either(value, args, key, wrong)
     if origin is Literal and value in args:
         return value
     if origin in (list, tuple) and isinstance(value, list):
-        return origin(_typed(item, args[0], f"{key}[{index}]") for index, item in enumerate(value))
+        return origin(_typed(item, args[0], f"{key}[{index}]", wrong) for index, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
-        return {_typed(k, args[0], key): _typed(item, args[1], f"{key}.{k}") for k, item in value.items()}
+        return {_typed(k, args[0], key, wrong): _typed(v, args[1], f"{key}.{k}", wrong) for k, v in value.items()}
     if wanted is Path and isinstance(value, str):
         return Path(value)
     if wanted is float and type(value) is int:
         return float(value)
     if isinstance(wanted, type) and type(value) is wanted:
         return value
-    raise _Misfit(key, f"is {value!r}; allowed: {_words(wanted)}")
+    wrong.append((key, f"is {value!r}; allowed: {_words(wanted)}"))
+    return None
 
 
 def _words(wanted: Any) -> str:
@@ -188,32 +245,38 @@ def _words(wanted: Any) -> str:
     return str(getattr(wanted, "__name__", wanted))
 
 
-def _either(value: Any, options: tuple[Any, ...], key: str) -> Any:
+def _either(value: Any, options: tuple[Any, ...], key: str, wrong: Wrong) -> Any:
     if value is None and types.NoneType in options:
         return None
     options = tuple(option for option in options if option is not types.NoneType)
     for option in options[:-1]:
-        try:
-            return _typed(value, option, key)
-        except _Misfit:
-            continue
-    return _typed(value, options[-1], key)
+        tried: Wrong = []
+        made = _typed(value, option, key, tried)
+        if not tried:
+            return made
+    return _typed(value, options[-1], key, wrong)
 
 
-def _dataclass(value: Any, wanted: Any, key: str) -> Any:
+def _dataclass(value: Any, wanted: Any, key: str, wrong: Wrong) -> Any:
+    names = [field.name for field in fields(wanted)]
     if not isinstance(value, dict):
-        raise _Misfit(key, f"is {value!r}; allowed: the keys {', '.join(field.name for field in fields(wanted))}")
-    hints, names = get_type_hints(wanted), [field.name for field in fields(wanted)]
-    prefix = f"{key}." if key else ""
+        wrong.append((key, f"is {value!r}; allowed: the keys {', '.join(names)}"))
+        return None
+    hints, prefix, found = get_type_hints(wanted), f"{key}." if key else "", len(wrong)
     for name in value:
         if name not in names:
-            raise _Misfit(f"{prefix}{name}", f"is an unknown key; allowed: {', '.join(sorted(names))}")
+            wrong.append((f"{prefix}{name}", f"is an unknown key; allowed: {', '.join(sorted(names))}"))
     for field in fields(wanted):
         if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
-            raise _Misfit(f"{prefix}{field.name}", "is missing; set it")
+            wrong.append((f"{prefix}{field.name}", "is missing; set it"))
+    made = {name: _typed(value[name], hints[name], f"{prefix}{name}", wrong) for name in names if name in value}
+    if len(wrong) > found:
+        return None
     try:
-        return wanted(**{name: _typed(item, hints[name], f"{prefix}{name}") for name, item in value.items()})
-    except ValueError as error:
-        if isinstance(error, _Misfit):
-            raise
-        raise _Misfit(key, f"does not fit: {error}") from error
+        return wanted(**made)
+    except ValueError as error:  # of its __post_init__, whose messages begin with the field that they are about
+        for message in map(str, error.args):
+            name, _, rest = message.partition(" ")
+            about = name.partition(".")[0] in names
+            wrong.append((f"{prefix}{name}", rest) if about else (key, f"does not fit: {message}"))
+        return None

@@ -139,7 +139,10 @@ def test_a_stage_runs_and_leaves_only_its_output(repo: Path) -> None:
     [
         ("+foo=1", "foo is an unknown key; allowed: lengths, limit, out, profile"),
         ("profile=typo", "conf/profile/typo.yaml: profile.thread is an unknown key"),
-        ("profile=nope", "Could not find 'profile/nope'"),
+        ("profile=nope", "[demo] error: profile 'nope' is unknown; allowed: large, small, typo"),
+        ("profile.threads=0", "conf/profile/small.yaml: profile.threads is 0; allowed: 1 to 1,024"),
+        ("profile.seed=-1", "profile.seed is -1; allowed: 0 to 4,294,967,295"),
+        ("lengths=[1", "conf/demo.yaml can't be composed: "),
         ("lengths=[a]", "lengths[0] is 'a'; allowed: int"),
         ("+limit=0", "limit is 0.0; allowed: more than 0"),
         ("out=???", "out"),
@@ -150,8 +153,47 @@ def test_bad_input_ends_a_stage_before_any_work(repo: Path, override: str, messa
     assert failed.returncode == 1
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
-    assert len(failed.stderr.splitlines()) < 24
+    assert all(line.startswith("[demo] error: ") for line in failed.stderr.splitlines())
     assert not (repo / "out.txt").exists()
+
+
+def test_every_misfit_is_told_in_a_line_of_its_own(repo: Path) -> None:
+    failed = run(repo, "+foo=1", "profile.threads=0", "profile.seed=-1", "lengths=[1,a]")
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines() == [
+        "[demo] error: conf/demo.yaml: foo is an unknown key; allowed: lengths, limit, out, profile. "
+        "Edit it and run again.",
+        "[demo] error: conf/profile/small.yaml: profile.threads is 0; allowed: 1 to 1,024. Edit it and run again.",
+        "[demo] error: conf/profile/small.yaml: profile.seed is -1; allowed: 0 to 4,294,967,295. "
+        "Edit it and run again.",
+        "[demo] error: conf/demo.yaml: lengths[1] is 'a'; allowed: int. Edit it and run again.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("conf/demo.yaml", "lengths: [1, 2", "conf/demo.yaml, line 1: not YAML: expected ',' or ']'"),
+        ("conf/profile/small.yaml", "threads: 2\n\tseed: 0", "conf/profile/small.yaml, line 2: not YAML: "),
+        ("conf/demo.yaml", "lengths: ${nope}\nout: x", "conf/demo.yaml: lengths: Interpolation key 'nope' not found"),
+        ("conf/profile/small.yaml", "- 1", "conf/profile/small.yaml: profile is [1]; allowed: the keys"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_a_line(repo: Path, file: str, text: str, message: str) -> None:
+    (repo / file).write_text(text)
+    failed = run(repo)
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("[demo] error: ")
+    assert message in line
+
+
+def test_a_bug_shows_its_traceback(repo: Path) -> None:
+    (repo / "stages/demo.py").write_text(SCRIPT.replace("if config.limit", "if int('a bug') and config.limit"))
+    failed = run(repo)
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr
+    assert "ValueError: invalid literal for int() with base 10: 'a bug'" in failed.stderr
 
 
 def test_compose_tells_the_files_that_took_part(repo: Path) -> None:
