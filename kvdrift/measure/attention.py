@@ -1,91 +1,99 @@
-"""Keys and values apart, on the stored queries: what quantized keys do to the attention pattern, and what quantized
-values do under the reference's own pattern. Exact tokens outside the packed span take part unchanged.
+"""Keys and values apart, on the stored queries: what quantized keys do to the attention pattern, what quantized values
+do under the reference's own pattern, and both. A slice is the part of the cache that is quantized; all else is exact.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvdrift.measure.pages import Decoded
-from kvdrift.measure.tensors import bucket_ranges
 
 TOP_ATTENDED = 16
+LARGEST = 80.0
+"""Log-weights are cut here, where exp still fits float32 with room for sums."""
 
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Figures of one layer and prompt. Per-bucket figures are null where nothing of the bucket is packed."""
+    """Figures of one slice of a layer and prompt, means over stored queries and heads."""
 
-    buckets: list[int]
-    key_logits: list[float | None]
-    """RMS change of pre-softmax attention logits, over the bucket's packed keys."""
-    value_output: list[float | None]
-    """‖Σ w (v̂ − v)‖ / ‖Σ w v‖ with the reference's weights w, summed over the bucket's tokens."""
+    key_logits: float
+    """RMS change of pre-softmax attention logits over the slice's keys."""
     jensen_shannon: float
-    """Mean Jensen–Shannon divergence of attention weights under quantized keys, in nats."""
-    top_overlap: float
-    """Share of the reference's 16 most attended positions that stay among the candidate's 16."""
-    value_error: float
+    """Jensen–Shannon divergence of attention weights, in nats, with only the slice's keys quantized."""
+    value_output: float
+    """Relative L2 of the attention output: the reference's weights replayed over the slice's quantized values."""
     combined_error: float
-    """Relative L2 of the attention output: reference weights over quantized values, and both quantized."""
+    """The same with keys and values of the slice quantized."""
 
 
-def attention_error(
-    queries: Float[Tensor, "query_heads C d"],
-    keys: Float[Tensor, "kv_heads T d"],
-    values: Float[Tensor, "kv_heads T d"],
-    decoded: Decoded,
-    scaling: float,
-) -> AttentionError:
-    """Compare attention of the stored queries over the prefix, exact and decoded, in float32."""
-    share = queries.shape[0] // keys.shape[0]
-    q = queries.float().unflatten(0, (keys.shape[0], share))
-    exact_k, exact_v = keys.float(), values.float()
-    new_k, new_v = exact_k.clone(), exact_v.clone()
-    span = slice(decoded.span.start, decoded.span.stop)
-    new_k[:, span], new_v[:, span] = decoded.keys, decoded.values
+class Replay:
+    """Attention of the stored queries over one layer's prefix, exact and decoded, in float32."""
 
-    logits, new_logits = (torch.einsum("hscd,htd->hsct", q, k) * scaling for k in (exact_k, new_k))
-    weights, new_weights = logits.softmax(-1), new_logits.softmax(-1)
-    output = torch.einsum("hsct,htd->hscd", weights, exact_v)
-    norm = output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    replayed = torch.einsum("hsct,htd->hscd", weights, new_v)
-    combined = torch.einsum("hsct,htd->hscd", new_weights, new_v)
+    def __init__(
+        self,
+        queries: Float[Tensor, "query_heads C d"],
+        keys: Float[Tensor, "kv_heads T d"],
+        values: Float[Tensor, "kv_heads T d"],
+        decoded: Decoded,
+        scaling: float,
+    ) -> None:
+        """The decoded span must hold a token."""
+        heads, span = keys.shape[0], slice(decoded.span.start, decoded.span.stop)
+        # rows of a KV head: its query heads × C
+        q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2) * scaling
+        self.scored = queries.shape[1]
+        logits = q @ keys.float().transpose(1, 2)
+        self._moved = q @ (decoded.keys - keys[:, span].float()).transpose(1, 2)
+        self._weights = logits.softmax(-1)
+        self._before = self._weights[..., span]
+        log_weights = logits[..., span] - logits.logsumexp(-1, keepdim=True)
+        self._after = (log_weights + self._moved).clamp_max(LARGEST).exp()
+        """The candidate's weights on the reference's scale: they need not sum to one."""
+        self._output = self._weights @ values.float()
+        self._values, self._new_values = values[:, span].float(), decoded.values
+        self._span = span
 
-    ranges = bucket_ranges(keys.shape[1])
-    spans = [slice(max(r.start, span.start), min(r.stop, span.stop)) for r in ranges]
-    key_logits: list[float | None] = []
-    value_output: list[float | None] = []
-    for s in spans:
-        if s.start >= s.stop:
-            key_logits.append(None)
-            value_output.append(None)
-            continue
-        key_logits.append((new_logits[..., s] - logits[..., s]).square().mean().sqrt().item())
-        moved = torch.einsum("hsct,htd->hscd", weights[..., s], new_v[:, s] - exact_v[:, s])
-        value_output.append((moved.norm(dim=-1) / norm).mean().item())
-    return AttentionError(
-        buckets=[r.start for r in ranges],
-        key_logits=key_logits,
-        value_output=value_output,
-        jensen_shannon=_jensen_shannon(weights, new_weights).mean().item(),
-        top_overlap=_overlap(weights, new_weights),
-        value_error=((replayed - output).norm(dim=-1) / norm).mean().item(),
-        combined_error=((combined - output).norm(dim=-1) / norm).mean().item(),
-    )
+    def error(self, inside: Bool[Tensor, "C tokens"]) -> AttentionError:
+        """Quantize only what `inside` marks, for each query its own tokens of the packed span; at least one."""
+        columns = inside.any(0)
+        rows = inside[:, columns].repeat(self._before.shape[1] // self.scored, 1)
+        p, u = (x[..., columns] * rows for x in (self._before, self._after))
+        values, new_values = self._values[:, columns], self._new_values[:, columns]
+        kept = 1 - p.sum(-1, keepdim=True)
+        share = 1 / (kept.clamp_min(0) + u.sum(-1, keepdim=True))  # what every weight shrinks by in the softmax
+        exact, replayed = p @ values, p @ new_values
+        combined = (self._output - exact + u @ new_values) * share
+        moved = self._moved[..., columns].square() * rows
+        return AttentionError(
+            key_logits=(moved.sum() / (rows.sum() * moved.shape[0])).sqrt().item(),
+            jensen_shannon=_jensen_shannon(p, u * share, kept.clamp_min(0), share).mean().item(),
+            value_output=self._relative(replayed - exact),
+            combined_error=self._relative(combined - self._output),
+        )
+
+    def top_overlap(self) -> float:
+        """Share of the reference's 16 most attended positions that stay among the candidate's, all keys quantized."""
+        new = self._weights.clone()
+        new[..., self._span] = self._after
+        n = min(TOP_ATTENDED, new.shape[-1])
+        top, new_top = (x.topk(n, -1).indices for x in (self._weights, new))
+        return (top[..., None] == new_top[..., None, :]).any(-1).float().mean().item()
+
+    def _relative(self, difference: Tensor) -> float:
+        norm = self._output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        return (difference.norm(dim=-1) / norm).mean().item()
 
 
-def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    mean = (p + q) / 2
-    parts = [torch.special.xlogy(x, x) - torch.special.xlogy(x, mean) for x in (p, q)]
-    return ((parts[0] + parts[1]).sum(-1) / 2).clamp_min(0.0)
-
-
-def _overlap(p: Tensor, q: Tensor) -> float:
-    n = min(TOP_ATTENDED, p.shape[-1])
-    top_p, top_q = (torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(n, -1).indices, True) for x in (p, q))
-    return ((top_p & top_q).sum(-1) / n).mean().item()
+def _jensen_shannon(p: Tensor, q: Tensor, kept: Tensor, share: Tensor) -> Tensor:
+    """JS of two distributions: `p` and `q` where they differ; elsewhere p sums to `kept`, and q is `share` · p."""
+    tiny = torch.finfo(torch.float32).tiny
+    mean = ((p + q) / 2).clamp_min(tiny)
+    inside = (torch.special.xlogy(p, p / mean) + torch.special.xlogy(q, q / mean)).sum(-1)
+    outside = kept * (math.log(2) * (1 + share) + share * share.log() - (1 + share) * (1 + share).log())
+    return ((inside + outside[..., 0]) / 2).clamp_min(0.0)

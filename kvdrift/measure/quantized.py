@@ -1,14 +1,17 @@
-"""Tables of what packing did to one prompt's layer: tensor errors by bucket and role, attention errors by bucket."""
+"""Tables of what packing did to one prompt's layer: tensor errors by bucket and role, attention errors by slice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import polars as pl
+import torch
 from torch import Tensor
 
-from kvdrift.measure.attention import attention_error
+from kvdrift.measure.attention import Replay
 from kvdrift.measure.pages import Decoded
-from kvdrift.measure.tensors import bucket_of, errors
+from kvdrift.measure.tensors import bucket_of, bucket_ranges, errors
 from kvdrift.prompts.prompt import Prompt
 
 ERRORS = pl.Schema(
@@ -33,15 +36,21 @@ ATTENTION = pl.Schema(
         "prompt": pl.String,
         "cohort": pl.String,
         "layer": pl.Int64,
+        "slice": pl.String,
         "bucket": pl.Int64,
+        "role": pl.String,
         "key_logits": pl.Float64,
-        "value_output": pl.Float64,
         "jensen_shannon": pl.Float64,
-        "top_overlap": pl.Float64,
-        "value_error": pl.Float64,
+        "value_output": pl.Float64,
         "combined_error": pl.Float64,
+        "top_overlap": pl.Float64,
     }
 )
+"""A row a slice: `layer` (all that is packed), a `position` or `distance` bucket, or a `role`. `bucket` is the first
+position, or the least distance from the current token. A bucket with nothing packed has null figures."""
+
+QUERIES = 8
+"""The most scored positions of a prompt whose queries are replayed, evenly spread."""
 
 
 def error_rows(
@@ -82,12 +91,32 @@ def error_rows(
 def attention_rows(
     prompt: Prompt, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decoded: Decoded
 ) -> pl.DataFrame:
-    """Rows of ATTENTION: figures of a bucket, and the layer's own with a null bucket."""
-    error = attention_error(queries, keys, values, decoded, keys.shape[-1] ** -0.5)
-    rows: dict[str, list[object]] = {"bucket": [*error.buckets, None]}
-    rows |= {"key_logits": [*error.key_logits, None], "value_output": [*error.value_output, None]}
-    for name in ("jensen_shannon", "top_overlap", "value_error", "combined_error"):
-        rows[name] = [None] * len(error.buckets) + [getattr(error, name)]
-    size = len(error.buckets) + 1
-    rows |= {"prompt": [prompt.id] * size, "cohort": [prompt.cohort] * size, "layer": [layer] * size}
-    return pl.DataFrame(rows, schema_overrides=ATTENTION).select(list(ATTENTION))
+    """Rows of ATTENTION, by QUERIES of the scored positions, none when nothing is packed."""
+    scored = prompt.scored - 1
+    if not decoded.span or scored < 1:
+        return pl.DataFrame(schema=ATTENTION)
+    picked = range(0, scored, -(-scored // QUERIES))
+    replay = Replay(queries[:, list(picked)], keys, values, decoded, keys.shape[-1] ** -0.5)
+    rows = []
+    for kind, bucket, role, inside in _slices(prompt, picked, decoded.span):
+        row = {"slice": kind, "bucket": bucket, "role": role}
+        rows.append(row | (vars(replay.error(inside)) if bool(inside.any()) else {}))
+    rows[0]["top_overlap"] = replay.top_overlap()
+    named = {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer}
+    return pl.DataFrame([named | row for row in rows], schema=ATTENTION)
+
+
+def _slices(prompt: Prompt, scored: range, span: range) -> Iterator[tuple[str, int | None, str | None, Tensor]]:
+    """Kind, bucket, role, and which of the packed tokens each query counts in, [scored, tokens]; the layer first.
+
+    Queries stand at the `scored` tokens behind the prefix.
+    """
+    length, whole = len(prompt.tokens), torch.ones(len(scored), len(span), dtype=torch.bool)
+    yield "layer", None, None, whole
+    behind = length + torch.tensor(scored)[:, None] - torch.tensor(span)
+    for kind, at, reach in (("position", torch.tensor(span), length), ("distance", behind, int(behind.max()) + 1)):
+        for bucket in bucket_ranges(reach):
+            yield kind, bucket.start, None, whole & (at >= bucket.start) & (at < bucket.stop)
+    roles = np.array(prompt.roles[span.start : span.stop])
+    for role in np.unique(roles):
+        yield "role", None, str(role), whole & torch.from_numpy(roles == role)

@@ -180,7 +180,7 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
         errors = {(row["layer"], row["tensor"]): finite(row["rel_l2"]) for row in found.to_dicts()}
     attention: dict[int, dict[str, Any]] = {}
     if evidence.attention is not None:
-        means = evidence.attention.group_by("layer").agg(pl.col(ATTENTION).mean())
+        means = evidence.attention.filter(slice="layer").group_by("layer").agg(pl.col(ATTENTION).mean())
         attention = {row.pop("layer"): row for row in means.to_dicts()}
     single, exact_bits = replace(evidence.shape, layers=1), 8 * evidence.shape.dtype_bytes
     rows = []

@@ -103,15 +103,22 @@ def errors_frame(layers: int) -> pl.DataFrame:
 
 
 def attention_frame(layers: int) -> pl.DataFrame:
-    names = ("key_logits", "value_output", "jensen_shannon", "top_overlap", "value_error", "combined_error")
-    rows = [
-        {"prompt": "code-1", "layer": layer, "bucket": bucket}
-        | {name: 0.01 if (bucket is None) == (n > 1) else None for n, name in enumerate(names)}
-        for layer in range(layers)
-        for bucket in (*BUCKETS, None)
+    """What kvdrift.measure.quantized writes: the layer's own row, then its slices, worse the further back."""
+    names = ("key_logits", "jensen_shannon", "value_output", "combined_error", "top_overlap")
+    slices: list[tuple[str, int | None, str | None, float]] = [("layer", None, None, 0.01)]
+    slices += [
+        (kind, bucket, None, 0.001 * (1 + n)) for kind in ("position", "distance") for n, bucket in enumerate(BUCKETS)
     ]
-    schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64}
-    return pl.DataFrame(rows, schema=schema | dict.fromkeys(names, pl.Float64))
+    slices += [("role", None, "filler", 0.004), ("role", None, "needle", 0.002)]
+    rows = [
+        {"prompt": "code-1", "cohort": "code", "layer": layer, "slice": kind, "bucket": bucket, "role": role}
+        | {name: figure if kind == "layer" or name != "top_overlap" else None for name in names}
+        for layer in range(layers)
+        for kind, bucket, role, figure in slices
+    ]
+    strings = dict.fromkeys(("prompt", "cohort", "slice", "role"), pl.String)
+    schema = strings | {"layer": pl.Int64, "bucket": pl.Int64} | dict.fromkeys(names, pl.Float64)
+    return pl.DataFrame(rows, schema=schema)
 
 
 def cells_frame(layers: int, kl: float) -> pl.DataFrame:
