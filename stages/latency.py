@@ -37,7 +37,7 @@ def main(config: LatencyConfig) -> None:
 
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache  # noqa: F401 (registers the attention function)
-    from kvdrift.measure import service, timing
+    from kvdrift.measure import layers, service, timing
     from kvdrift.measure.bench import Bench, read_prefix
     from kvdrift.measure.partial import partial
     from kvdrift.measure.plans import read_plan
@@ -72,6 +72,7 @@ def main(config: LatencyConfig) -> None:
         "capacity": kept.once(
             "capacity", lambda: service.capacity(bench, sweep.capacity, config.scheduler, first.context)
         ),
+        "attention_ms": kept.once("layers", lambda: layers.attention_ms(bench, first.batch, first.context)),
         "energy": kept.once("energy", lambda: service.joules_per_token(bench, first)),
         "cold_start": cold,
         "peers": {

@@ -168,10 +168,11 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
 
 
 def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: int, batch: int) -> list[dict[str, Any]]:
-    """A row a layer: bits of keys and values, bytes saved at the workload, cosines, relative errors, KL.
+    """A row a layer: bits of keys and values, bytes saved at the workload, cosines, relative errors, KL, latency share.
 
     Cosine, error and KL are those of the layer's worst bucket, what attention makes of them (ATTENTION) is the mean
-    over all prompts; an exact layer has none.
+    over all prompts; an exact layer has none. `latency_share` is of the time that all layers' attention takes in a
+    decode step of the workload.
     """
     errors: dict[tuple[int, str], float | None] = {}
     if evidence.errors is not None and not evidence.errors.is_empty():
@@ -182,6 +183,7 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
     if evidence.attention is not None:
         means = evidence.attention.filter(slice="layer").group_by("layer").agg(pl.col(ATTENTION).mean())
         attention = {row.pop("layer"): row for row in means.to_dicts()}
+    times = (evidence.latency or {}).get("attention_ms")
     single, exact_bits = replace(evidence.shape, layers=1), 8 * evidence.shape.dtype_bytes
     rows = []
     for layer, quantizers in enumerate(evidence.policy.layers):
@@ -195,6 +197,7 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
             figures = [cell[name] for cell in own]
             row[name] = worst(figures) if figures and None not in figures else None
         row |= {name: finite(attention.get(layer, {}).get(name)) for name in ATTENTION}
+        row["latency_share"] = times[layer] / sum(times) if times else None
         rows.append(row)
     return rows
 

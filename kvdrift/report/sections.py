@@ -140,7 +140,7 @@ def _where(receipt: Mapping[str, Any]) -> list[Section]:
     ]
     head = ("policy", "layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
     columns = ["layer", "key_bits", "value_bits", "saved_bytes"]
-    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl", *ATTENTION]
+    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl", *ATTENTION, "latency_share"]
     layers = [tuple(blank(row[name]) for name in columns) for row in receipt["layers"]]
     added = [
         (policy, row["prompt"], shown(row["predicted"]), shown(row["measured"]))

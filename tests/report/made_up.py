@@ -181,6 +181,7 @@ def latency() -> dict[str, Any]:
             "reference_peak_bytes": 100,
         },
         "break_even": {"1": {"tokens": 1600, "verdict": "crosses", "low": 1200, "high": 2100}},
+        "attention_ms": [0.1, 0.1, 0.2],
         "noise_floor": {"ratio": 1.0, "low": 0.98, "high": 1.02},
         "capacity": {"budget_bytes": 2**30, "reference_sequences": 10, "sequences": 28, "predicted_sequences": 28},
         "energy": "unavailable",

@@ -39,6 +39,7 @@ def test_the_layer_map_says_where_and_what_it_saves(run: Run) -> None:
     assert sum(row["saved_bytes"] for row in rows) == verdict["bytes"]["saved_bytes"]
     assert (rows[2]["key_bits"], rows[2]["value_error"], rows[2]["top_overlap"]) == (4, pytest.approx(0.1), 0.01)
     assert rows[2]["key_cosine"] == pytest.approx(0.997)
+    assert [row["latency_share"] for row in rows] == pytest.approx([0.25, 0.25, 0.5])
     exact = judge(run.evidence("exact"), LIMITS)["layers"][0]
     assert (exact["key_bits"], exact["saved_bytes"], exact["kl"]) == (16, 0, None)
 
