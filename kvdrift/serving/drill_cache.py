@@ -27,7 +27,7 @@ def infinite_block(subject: Subject) -> str:
     first, block = subject.policy.sink_tokens, subject.policy.block
     kept = layer.sequences.keys[0, :, first : first + block]
     require(torch.equal(kept, spoiled[0, :, first : first + block]), "the block's exact tokens changed")
-    return "1 block escalated, its tokens bit-exact"
+    return "a block that holds an Inf stays exact, bit for bit, and is counted"
 
 
 def wide_span(subject: Subject) -> str:
@@ -37,7 +37,7 @@ def wide_span(subject: Subject) -> str:
         return NOTHING_PACKED
     served = subject.decode(cache)
     require(bool(served.logits.isfinite().all()), "logits are not finite")
-    return f"finite; {cache.escalated_blocks} blocks stay exact"
+    return f"±60,000 in one group: logits are finite, {cache.escalated_blocks} blocks stay exact"
 
 
 def _with_value(subject: Subject, value: float) -> tuple[PackedCache, Tensor]:
@@ -70,7 +70,7 @@ def kill_switch(subject: Subject) -> str:
     require(all(not rejection_of(b, new.identity(TENANT)) for b in handover.blocks(kept)), "a current block was lost")
     same = torch.equal(subject.decode(subject.fill(stale)).logits, subject.decode(kept).logits)
     require(same, "a session rebuilt after the switch answers otherwise")
-    return f"{len(pages)} blocks of the old policy cleared, the current session kept"
+    return f"{len(pages)} blocks of the old version are rejected and cleared; the current session is kept"
 
 
 def exhaustion(subject: Subject) -> str:
@@ -95,7 +95,7 @@ def exhaustion(subject: Subject) -> str:
     again, control = subject.decode(cache, 1), subject.decode(twin, 1)
     require(torch.equal(again.logits, control.logits), "the session answers otherwise after the refusal")
     require(torch.equal(first.logits, expected.logits), "reserved pages answer otherwise than growing ones")
-    return f"refused: {reason}"
+    return f"a step beyond the reserved pages is refused ({reason}), and the session goes on bit-equal"
 
 
 def eviction(subject: Subject) -> str:
@@ -107,7 +107,7 @@ def eviction(subject: Subject) -> str:
         evicted = make_room(sessions, need, 0, subject.eviction)
     except PoolExhausted as error:
         require(subject.eviction == "none" and len(sessions) == 2, f"rejected: {error}")
-        return f"rejected: {error}"
+        return f"a newcomer is rejected and both sessions are kept ({error})"
     require(evicted == ["oldest"] and list(sessions) == ["newest"], f"evicted {evicted}")
     rebuilt = subject.decode(subject.cache())
     require(torch.equal(before.logits, rebuilt.logits), "a rebuilt session answers otherwise")
@@ -117,7 +117,7 @@ def eviction(subject: Subject) -> str:
 def rollback(subject: Subject) -> str:
     """Steps that sealed a block are taken back; the same steps then give the same logits and bytes."""
     cache = subject.cache()
-    length, held = cache.get_seq_length(), cache.storage_bytes()
+    length = cache.get_seq_length()
     before = subject.decode(cache)
     cache.crop(-STEPS)
     require(cache.get_seq_length() == length, f"{cache.get_seq_length()} tokens instead of {length}")
@@ -125,7 +125,7 @@ def rollback(subject: Subject) -> str:
     require(ours == cache.storage_bytes(), f"the ledger says {ours} B, the storages {cache.storage_bytes()} B")
     after = subject.decode(cache)
     require(torch.equal(before.logits, after.logits), "the same steps answer otherwise after a rollback")
-    return f"{STEPS} steps rolled back, logits bit-equal; {held:,} B before"
+    return f"{STEPS} steps are rolled back; repeated, their logits are bit-equal; ledger and storages agree"
 
 
 def mirroring(subject: Subject) -> str:
@@ -138,7 +138,7 @@ def mirroring(subject: Subject) -> str:
     require(seen.steps == STEPS and seen.kl_mean < float("inf"), f"compared {seen}")
     if subject.policy.is_exact:
         require(seen.kl_max == 0 and seen.first_divergence is None, f"an exact policy differs: {seen}")
-    return f"{seen.steps} steps, KL {seen.kl_mean:.2e} nats, same top-1 {seen.same_top1:.2f}"
+    return f"{seen.steps} steps beside the reference path: KL {seen.kl_mean:.2e} nats, same top-1 {seen.same_top1:.2f}"
 
 
 def canary(subject: Subject) -> str:
@@ -154,4 +154,5 @@ def canary(subject: Subject) -> str:
     drifting = [Mirrored(r, 8, kl_mean=1.0, kl_max=2.0, same_top1=0.5, first_divergence=0) for r in requests[:2]]
     found = tripped(alarms, drifting)
     require(len(found) == 2, f"alarms of a drifting release: {found}")
-    return f"{share:.0%} exposed; alarms: {'; '.join(found)}"
+    exposure = f"{share:.0%} of the requests are exposed where {bound.share:.0%} are to be"
+    return f"{exposure}; a made-up drift sets off: {'; '.join(found)}"

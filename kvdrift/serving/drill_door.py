@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvdrift.cache.block import HEADER
-from kvdrift.ledger import account
+from kvdrift.ledger import account, byte_break_even
 from kvdrift.policy import CachePolicy
 from kvdrift.serving import handover
 from kvdrift.serving.router import Memory, Request, outlier_layers, route
 from kvdrift.serving.subject import BLOCKS, NOTHING_PACKED, OTHER, SHARED, TENANT, Subject, rejection_of, require
 
 PLENTY = Memory(1 << 62)
+LONG = 1 << 14
+"""Tokens up to which the drill looks for a length at which packing saves bytes."""
 
 
 def header_fields(subject: Subject) -> str:
@@ -25,7 +27,7 @@ def header_fields(subject: Subject) -> str:
     for name in names:
         rejection = rejection_of(_altered(block, HEADER.fields[name][1]), own)  # type: ignore[index]
         require(name in rejection, f"a changed {name} gave {rejection or 'no rejection'!r}")
-    return f"rejected by name: {', '.join(names)}"
+    return f"each of {len(names)} header fields, changed alone, is rejected by name: {', '.join(names)}"
 
 
 def other_tenant(subject: Subject) -> str:
@@ -38,7 +40,7 @@ def other_tenant(subject: Subject) -> str:
     shared = next(handover.blocks(subject.cache(scope=SHARED)))
     require("scope" in rejection_of(shared, other), "a shared prefix was accepted without being named")
     require(not rejection_of(shared, other, (SHARED,)), "a shared prefix was rejected although it was named")
-    return "scope is checked; a shareable prefix is accepted where it is named"
+    return "another tenant's block is rejected; a shared prefix is accepted only where it is named"
 
 
 def corruption(subject: Subject) -> str:
@@ -51,7 +53,7 @@ def corruption(subject: Subject) -> str:
                 rejection = rejection_of(_altered(block, offset), own)
                 require("checksum" in rejection, f"a flipped bit at byte {offset} of layer {block.layer} went unseen")
                 found += 1
-    return f"{found} of {found} flipped bits found" if found else NOTHING_PACKED
+    return f"{found} of {found} flipped bits are found by the checksum" if found else NOTHING_PACKED
 
 
 def _altered(block: handover.Block, byte: int) -> handover.Block:
@@ -61,7 +63,7 @@ def _altered(block: handover.Block, byte: int) -> handover.Block:
 
 
 def too_long(subject: Subject) -> str:
-    """A request beyond the evaluated length goes up the ladder."""
+    """A request beyond a policy's max_length goes up the ladder; the limit here is the drill's, not the certified."""
     longest = 1024
     ladder = (replace(subject.policy, max_length=longest), *subject.ladder[1:])
     shape = subject.cache().shape
@@ -69,7 +71,10 @@ def too_long(subject: Subject) -> str:
     beyond = route(Request("beyond", longest, 16), ladder, shape, PLENTY)
     require(within.policy == ladder[0], f"{longest} tokens went to {within}")
     require(beyond.policy in ladder[1:], f"{longest + 16} tokens went to {beyond}")
-    return f"to {_name(beyond.policy)}: {'; '.join(beyond.reasons)}"
+    return (
+        f"with max_length set to {longest:,} for this drill, {longest:,} tokens are served by {subject.policy.name} "
+        f"and {longest + 16:,} by {_name(beyond.policy)}"
+    )
 
 
 def head_shape(subject: Subject) -> str:
@@ -79,7 +84,8 @@ def head_shape(subject: Subject) -> str:
     require(decision.policy is not None, f"nothing serves head_dim 65: {decision.reasons}")
     assert decision.policy is not None
     decision.policy.bind(shape.layers, shape.head_dim)
-    return f"to {decision.policy.name}" + (f": {'; '.join(decision.reasons)}" if decision.reasons else "")
+    why = f", because {'; '.join(decision.reasons)}" if decision.reasons else ", which it fits"
+    return f"a model of head_dim 65 is served by {decision.policy.name}{why}"
 
 
 def outliers(subject: Subject) -> str:
@@ -94,20 +100,27 @@ def outliers(subject: Subject) -> str:
     assert served is not None
     bits = [q.bits for layer in served.layers for q in (layer.key, layer.value) if q is not None]
     require(min(bits, default=16) >= 8, f"served at {min(bits, default=16)} bits")
-    return f"to {served.name}"
+    return f"keys of layer 0 times 1,000 are found, and the request is served by {served.name}"
 
 
 def memory_pressure(subject: Subject) -> str:
-    """Under pressure the packed policy serves any length; what fits nowhere is rejected, with the figures."""
+    """Under pressure the policy packs from its byte break-even on; what fits nowhere is rejected, with the figures."""
     shape = subject.cache().shape
-    patient = replace(subject.policy, min_length=4096)
-    ladder, request = (patient, *subject.ladder[1:]), Request("pressed", 1008, 16)
-    need = account(replace(patient, min_length=0), shape, 1024, 1).format_bytes
-    pressed = route(request, ladder, shape, Memory(need, prefer_packed=True))
-    require(pressed.policy == replace(patient, min_length=0), f"went to {pressed}")
-    rejected = route(request, ladder, shape, Memory(need // 64, prefer_packed=True))
+    patient = replace(subject.policy, min_length=LONG, max_length=LONG)
+    ladder = (patient, *subject.ladder[1:])
+    little = account(subject.policy, shape, 1024, 1).format_bytes // 64
+    rejected = route(Request("rejected", 1008, 16), ladder, shape, Memory(little, prefer_packed=True))
     require(rejected.policy is None and len(rejected.reasons) >= len(ladder), f"went to {rejected}")
-    return f"packed at 1,024 tokens within {need:,} B; rejected within {need // 64:,} B"
+    refused = f"1,024 tokens are rejected where {little:,} B are free"
+    smaller = byte_break_even(patient, shape, LONG)
+    if smaller is None:
+        return f"packing saves bytes at no length up to {LONG:,} tokens; {refused}"
+    packed = replace(patient, min_length=smaller)
+    need = account(packed, shape, smaller, 1).format_bytes
+    for length in (smaller - 1, smaller):
+        found = route(Request("pressed", length - 1, 1), ladder, shape, Memory(need, prefer_packed=True))
+        require(found.policy == packed, f"{length} tokens within {need} B went to {found}")
+    return f"packs from {smaller:,} tokens on, where that holds fewer bytes than exact ones do; {refused}"
 
 
 def shortening(subject: Subject) -> str:

@@ -5,12 +5,13 @@ This file decides from numbers. It runs no model and allocates nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvdrift.ledger import CacheShape, account
+from kvdrift.ledger import CacheShape, account, byte_break_even
 from kvdrift.policy import CachePolicy, PolicyError
 
 OUTLIER_SAFE_BITS = 8
@@ -31,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that are free for a newcomer's cache, and whether to save them by packing at any length."""
+    """Bytes that are free for a newcomer's cache, and whether to pack wherever that saves some, be it faster or not."""
 
     free_bytes: int
     prefer_packed: bool = False
@@ -55,19 +56,18 @@ def route(request: Request, ladder: Sequence[CachePolicy], shape: CacheShape, me
     for policy in ladder:
         reason = _unfit(request, policy, shape)
         if reason is None:
-            allowed.append(replace(policy, min_length=0) if memory.prefer_packed else policy)
+            allowed.append(_pressed(request, policy, shape) if memory.prefer_packed else policy)
         else:
             reasons.append(f"{policy.name}: {reason}")
-    length = request.prompt_tokens + request.new_tokens
     for policy in allowed:
-        need = account(policy, shape, length, 1).format_bytes
+        need = _need(policy, shape, request.prompt_tokens, request.new_tokens)
         if need <= memory.free_bytes:
             return Decision(policy, request.prompt_tokens, tuple(reasons))
         reasons.append(f"{policy.name}: needs {need:,} B, {memory.free_bytes:,} are free")
     for policy in allowed if request.may_shorten else ():
         kept = _longest(policy, shape, request, memory.free_bytes)
         if kept:
-            reasons.append(f"{policy.name}: prompt shortened from {request.prompt_tokens} to {kept} tokens")
+            reasons.append(f"{policy.name}: prompt shortened from {request.prompt_tokens:,} to {kept:,} tokens")
             return Decision(policy, kept, tuple(reasons))
     return Decision(None, 0, tuple(reasons))
 
@@ -87,7 +87,7 @@ def _unfit(request: Request, policy: CachePolicy, shape: CacheShape) -> str | No
     """Why this policy may not serve the request, or None."""
     length = request.prompt_tokens + request.new_tokens
     if policy.max_length is not None and length > policy.max_length:
-        return f"{length} tokens exceed the evaluated {policy.max_length}"
+        return f"{length:,} tokens exceed its max_length of {policy.max_length:,}"
     try:
         policy.bind(shape.layers, shape.head_dim)
     except PolicyError as error:
@@ -102,11 +102,32 @@ def _fewest_bits(policy: CachePolicy) -> int:
     return min((q.bits for q in quantizers), default=OUTLIER_SAFE_BITS)
 
 
+def _pressed(request: Request, policy: CachePolicy, shape: CacheShape) -> CachePolicy:
+    """This policy under memory pressure: it packs from its byte break-even on, since a shorter cache would grow."""
+    if policy.is_exact:
+        return policy
+    length = request.prompt_tokens + request.new_tokens
+    smaller = byte_break_even(policy, shape, policy.max_length or length)
+    return replace(policy, min_length=length + 1 if smaller is None else smaller)
+
+
+def _need(policy: CachePolicy, shape: CacheShape, prompt: int, new: int) -> int:
+    """The most bytes that a sequence holds from its prompt to its last token: it may grow exact before it packs."""
+    lengths = {prompt + new}
+    if prompt < policy.min_length <= prompt + new:
+        lengths.add(policy.min_length - 1)
+    return max(account(policy, shape, length, 1).format_bytes for length in lengths)
+
+
 def _longest(policy: CachePolicy, shape: CacheShape, request: Request, free_bytes: int) -> int:
-    """The most prompt tokens that fit, 0 if none does."""
-    low, high = 0, request.prompt_tokens
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = account(policy, shape, middle + request.new_tokens, 1).format_bytes <= free_bytes
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+    """The most prompt tokens, fewer than the request has, that fit; 0 if none does."""
+
+    def too_much(prompt: int) -> bool:
+        return _need(policy, shape, prompt, request.new_tokens) > free_bytes
+
+    packs = max(1, policy.min_length)
+    for first, stop in ((packs, request.prompt_tokens), (1, min(packs, request.prompt_tokens))):
+        fitting = bisect_left(range(first, stop), True, key=too_much)  # bytes grow with the prompt on either side
+        if fitting:
+            return first + fitting - 1
+    return 0

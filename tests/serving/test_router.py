@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvdrift.ledger import CacheShape, account, load_policy
+from kvdrift.ledger import CacheShape, account, byte_break_even, load_policy
+from kvdrift.policy import CachePolicy
 from kvdrift.serving.router import Memory, Request, outlier_layers, route
 
 SHAPE = CacheShape(layers=4, kv_heads=2, head_dim=64, query_heads=4)
@@ -45,16 +46,51 @@ def test_memory_rejects_and_shortens_only_when_asked() -> None:
     assert decision.policy is not None
     assert 0 < decision.prompt_tokens < 2000
     assert account(decision.policy, SHAPE, decision.prompt_tokens + 16, 1).format_bytes <= tight.free_bytes
-    assert "shortened from 2000" in decision.reasons[-1]
+    assert "shortened from 2,000" in decision.reasons[-1]
     assert route(Request("hopeless", 2000, 16, may_shorten=True), LADDER, SHAPE, Memory(10)).policy is None
 
 
-def test_under_pressure_a_short_prompt_is_packed_too() -> None:
+def test_under_pressure_a_prompt_is_packed_wherever_that_saves_bytes() -> None:
     patient = replace(KIVI4, min_length=4096)
+    smaller = byte_break_even(KIVI4, SHAPE, 4096)
+    assert smaller is not None
     free = account(KIVI4, SHAPE, 2016, 1).format_bytes
     assert route(Request("r", 2000, 16), (patient,), SHAPE, Memory(free)).policy is None
     decision = route(Request("r", 2000, 16), (patient,), SHAPE, Memory(free, prefer_packed=True))
-    assert decision.policy == replace(patient, min_length=0)
+    assert decision.policy == replace(patient, min_length=smaller)
+
+
+@pytest.mark.parametrize("policy", [KIVI4, INT8, EXACT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("limit", [None, 2048])
+def test_under_pressure_no_request_holds_more_than_exact(policy: CachePolicy, limit: int | None) -> None:
+    """Packed, int8 takes 1.5 times an exact cache's bytes at 128 tokens."""
+    ladder = (replace(policy, max_length=limit),)
+    for length in range(16, 600, 7):
+        served = route(Request("r", length - 15, 15), ladder, SHAPE, replace(PLENTY, prefer_packed=True)).policy
+        assert served is not None
+        ledger = account(served, SHAPE, length, 1)
+        assert ledger.format_bytes <= ledger.reference
+        free = Memory(ledger.reference, prefer_packed=True)
+        assert route(Request("r", length - 15, 15), ladder, SHAPE, free).policy == served
+
+
+def test_memory_counts_what_is_held_before_a_sequence_packs() -> None:
+    late = replace(INT8, min_length=1000)
+    dense = account(late, SHAPE, 999, 1).format_bytes
+    packed = account(late, SHAPE, 1016, 1).format_bytes
+    assert packed < dense
+    assert route(Request("grows", 900, 116), (late,), SHAPE, Memory(dense - 1)).policy is None
+    assert route(Request("grows", 900, 116), (late,), SHAPE, Memory(dense)).policy == late
+    assert route(Request("packs at once", 1000, 16), (late,), SHAPE, Memory(packed)).policy == late
+
+
+@pytest.mark.parametrize("least", [0, 1000])
+def test_a_shortened_prompt_is_the_longest_that_fits(least: int) -> None:
+    late = replace(INT8, min_length=least)
+    for free in (10_000, 400_000, 800_000, 1_200_000):
+        decision = route(Request("r", 3000, 16, may_shorten=True), (late,), SHAPE, Memory(free))
+        fitting = [n for n in range(1, 3000) if route(Request("r", n, 16), (late,), SHAPE, Memory(free)).policy]
+        assert decision.prompt_tokens == max(fitting, default=0)
 
 
 @pytest.mark.parametrize("value", [3.0, -3.0, float("inf"), float("nan")])
