@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 
-def require(owner: object, *, filled: Sequence[str] = (), **ranges: tuple[float, float]) -> None:
+def require(owner: object, *, filled: Sequence[str] = (), **ranges: tuple[int | float, int | float]) -> None:
     """Fields of `owner` lie within their range [least, most], every item of a list too, and those `filled` hold items.
 
     Null is left to the field's type; NaN and infinity are never within. Raises ValueError with an argument a misfit.
@@ -23,5 +23,5 @@ def require(owner: object, *, filled: Sequence[str] = (), **ranges: tuple[float,
         raise ValueError(*wrong)
 
 
-def _words(least: float, most: float) -> str:
+def _words(least: int | float, most: int | float) -> str:
     return f"{least:,} or more" if math.isinf(most) else f"{least:,} to {most:,}"
