@@ -124,6 +124,14 @@ class CachePolicy:
         for name in ("sink_tokens", "residual_window", "rollback", "min_length"):
             _not_negative(name, getattr(self, name))
         _not_negative("max_length", self.max_length or 0)
+        if not self.escalation:
+            raise PolicyError("escalation is []; name where a request goes that this policy may not serve: [exact]")
+        if len(set(self.escalation)) < len(self.escalation):
+            raise PolicyError(f"escalation is {list(self.escalation)}; name each policy once")
+        if self.name in self.escalation and not self.is_exact:
+            raise PolicyError(
+                f"escalation is {list(self.escalation)}; {self.name!r} can't escalate to itself: remove it"
+            )
         if self.rollback > self.block:
             raise PolicyError(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
         if (self.sink_tokens + self.residual_window) % 16:
@@ -224,7 +232,8 @@ def _layer(raw: object, where: str) -> LayerPolicy:
 def from_dict(raw: object, name: str | None = None) -> CachePolicy:
     """A policy from plain data: either `layers: [{key, value}, …]`, or `key` and `value` for all layers alike.
 
-    Raises PolicyError on an unknown key or a value that isn't allowed.
+    A file's own `name` counts only where no `name` is passed. Raises PolicyError on an unknown key or a value that
+    isn't allowed.
     """
     if not isinstance(raw, Mapping):
         raise PolicyError(f"policy {name!r} is {raw!r}; pass a mapping with `layers`, or with `key` and `value`")
@@ -232,6 +241,10 @@ def from_dict(raw: object, name: str | None = None) -> CachePolicy:
     name = name or content.pop("name", None) or "unnamed"
     content.pop("name", None)
     where = f"policy {name!r}"
+    if not {"layers", "key", "value"} & content.keys():
+        raise PolicyError(f"{where} names neither key, value nor layers; for the exact cache write key: null")
+    if "layers" in content and {"key", "value"} & content.keys():
+        raise PolicyError(f"{where} has layers beside key or value; the layers name both already, so remove the others")
     if "layers" in content:
         listed = content.pop("layers")
         if not isinstance(listed, list | tuple):
@@ -242,4 +255,9 @@ def from_dict(raw: object, name: str | None = None) -> CachePolicy:
     steps = content.pop("escalation", ["exact"])
     if not (isinstance(steps, list | tuple) and all(isinstance(step, str) for step in steps)):
         raise PolicyError(f"{where}: escalation is {steps!r}; pass a list of policy names, such as [int8, exact]")
-    return CachePolicy(name, layers, escalation=tuple(steps), **_checked(CachePolicy, content, where))
+    made = CachePolicy(name, layers, escalation=tuple(steps), **_checked(CachePolicy, content, where))
+    if made.max_length is not None and made.max_length < max(made.min_length, 1):
+        raise PolicyError(
+            f"max_length is {made.max_length}; it must be min_length ({made.min_length}) or more, or null for no limit"
+        )
+    return made

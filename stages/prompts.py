@@ -30,7 +30,7 @@ def main(config: PromptsConfig) -> None:
             tokenizer, CorpusSpec.from_dict(config.corpus), config.texts, shape.positions, config.profile.seed
         )
     except PromptError as error:
-        raise ConfigError(error) from error
+        raise ConfigError(*error.args) from error
     config.out.parent.mkdir(parents=True, exist_ok=True)
     to_frame(prompts).write_parquet(config.out)
     print(f"{len(prompts)} prompts, {prefix_tokens(prompts):,} prefix tokens")

@@ -57,11 +57,16 @@ def test_the_id_is_over_what_decides_a_byte_and_nothing_else() -> None:
         ({"residual_window": "128"}, "residual_window is '128'; pass a whole number"),
         ({"residual_window": True}, "residual_window is True"),
         ({"min_length": 1.5}, "min_length is 1.5"),
-        ({"max_length": -4}, "max_length is -4"),
+        ({"max_length": -4}, "max_length is -4; it must be 0 or more"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"min_length": 4096, "max_length": 1024}, "max_length is 1024; it must be min_length \\(4096\\) or more"),
         ({"rollback": 65}, "rollback is 65; one block \\(64 tokens\\)"),
         ({"residual_window": 100}, "sink_tokens \\+ residual_window is 100; it must be a multiple of 16"),
         ({"escalation": "exact"}, "escalation is 'exact'; pass a list"),
         ({"escalation": None}, "escalation is None; pass a list"),
+        ({"escalation": []}, "escalation is \\[\\]; name where a request goes .*: \\[exact\\]"),
+        ({"escalation": ["p", "exact"]}, "escalation is \\['p', 'exact'\\]; 'p' can't escalate to itself"),
+        ({"escalation": ["int8", "int8"]}, "escalation is \\['int8', 'int8'\\]; name each policy once"),
         ({"key": 4}, "policy 'p'.key is 4; pass a mapping"),
         (
             {"key": {"bit": 4}},
@@ -92,6 +97,20 @@ def test_the_id_is_over_what_decides_a_byte_and_nothing_else() -> None:
 def test_an_error_names_the_value_and_what_is_allowed(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         from_dict({**KIVI, **change} if "layers" not in change else change, "p")
+
+
+@pytest.mark.parametrize("raw", [{}, {"sink_tokens": 16}])
+def test_an_emptied_policy_is_not_taken_for_exact(raw: Any) -> None:
+    with pytest.raises(
+        PolicyError, match="'p' names neither key, value nor layers; for the exact cache write key: null"
+    ):
+        from_dict(raw, "p")
+    assert from_dict({"key": None, **raw}, "exact").is_exact
+
+
+def test_layers_beside_a_key_are_refused() -> None:
+    with pytest.raises(PolicyError, match="'p' has layers beside key or value"):
+        from_dict({"layers": [{}], "key": None}, "p")
 
 
 @pytest.mark.parametrize("raw", [None, 4, ["key"]])

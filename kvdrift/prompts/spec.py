@@ -5,8 +5,8 @@ Read from `conf/corpus/*.yaml` as plain dicts. This file knows names and limits;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kvdrift.prompts.items import CRITICAL
@@ -53,15 +53,28 @@ class CorpusSpec:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CorpusSpec:
-        """Build and validate; every error names the key, what it holds and what is allowed."""
-        known = _known(cls, raw, "corpus")
-        return cls(
-            batch_size=_count(known["batch_size"], "batch_size", 1),
-            answer_room=_count(known["answer_room"], "answer_room", 1),
-            cohorts={name: _cohort(name, each, "cohorts") for name, each in known["cohorts"].items()},
-            needle_grid=_grid(known["needle_grid"]),
-            calibration={name: _cohort(name, each, "calibration") for name, each in known["calibration"].items()},
-        )
+        """Build and validate. Raises PromptError, an argument a fault: the key, what it holds and what is allowed."""
+        known, wrong = _known(cls, raw, "corpus"), list[str]()
+
+        def part(make: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return make(*arguments)
+            except PromptError as error:
+                wrong.extend(error.args)
+
+        def cohorts(group: str) -> dict[str, Any]:
+            return {name: part(_cohort, name, each, group) for name, each in _mapping(known[group], group).items()}
+
+        made = {
+            "batch_size": part(_count, known["batch_size"], "batch_size", 2),
+            "answer_room": part(_count, known["answer_room"], "answer_room", 1),
+            "cohorts": part(cohorts, "cohorts"),
+            "needle_grid": part(_grid, known["needle_grid"]),
+            "calibration": part(cohorts, "calibration"),
+        }
+        if wrong:
+            raise PromptError(*wrong)
+        return cls(**made)
 
     def prefix_lengths(self, max_positions: int) -> dict[str, list[int]]:
         """The prefix length of every prompt, by cohort; calibration prompts count under "calibration"."""
@@ -74,15 +87,36 @@ class CorpusSpec:
         found["calibration"] = [length for each in self.calibration.values() for length in _lengths(each)]
         return found
 
+    def scored(self) -> int:
+        """How many next tokens are scored in all, by teacher forcing: a continuation's first has no logits."""
+        cohorts = [*self.cohorts.values(), *self.calibration.values()]
+        items = self.needle_grid.items * sum(map(len, self.needle_grid.depths.values()))
+        found = [(each.continuation, sum(each.prompts.values())) for each in cohorts]
+        return sum((tokens - 1) * count for tokens, count in [*found, (self.needle_grid.continuation, items)])
+
     def check(self, max_positions: int) -> None:
-        """Refuse, before any work, a prompt that with its answer is longer than the model's positions."""
-        for name, each in [*self.cohorts.items(), *self.calibration.items()]:
-            for length in each.prompts:
-                _fits(name, length, max(each.continuation, each.max_new_tokens), max_positions)
+        """Refuse, before any work, a prompt that with its answer is longer than the model's positions.
+
+        Raises PromptError, an argument each.
+        """
         grid = self.needle_grid
-        for asked in grid.depths:
-            length = resolve(asked, max_positions, self.answer_room)
-            _fits(GRID, length, max(grid.continuation, grid.max_new_tokens), max_positions)
+        lengths = [resolve(length, max_positions, self.answer_room) for length in grid.depths]
+        asked = [(GRID, lengths, max(grid.continuation, grid.max_new_tokens))]
+        asked += [
+            (name, list(each.prompts), max(each.continuation, each.max_new_tokens))
+            for name, each in [*self.cohorts.items(), *self.calibration.items()]
+        ]
+        wrong = [
+            f"cohort {name} asks for a prefix of {length} tokens and {answer} more for its answer; the model has "
+            f"{max_positions} positions. Shorten it in conf/corpus, or use {MAX!r} in the needle grid"
+            for name, prefixes, answer in asked
+            for length in prefixes
+            if length + answer > max_positions or length < LENGTH_STEP
+        ]
+        if len(set(lengths)) < len(lengths):
+            wrong.append(f"{GRID}.depths are {lengths} tokens long on this model; name each length once")
+        if wrong:
+            raise PromptError(*wrong)
 
 
 def resolve(length: int | str, max_positions: int, answer_room: int) -> int:
@@ -96,31 +130,37 @@ def _lengths(cohort: CohortSpec) -> list[int]:
     return [length for length, count in cohort.prompts.items() for _ in range(count)]
 
 
-def _fits(cohort: str, length: int, answer: int, max_positions: int) -> None:
-    if length + answer > max_positions or length < LENGTH_STEP:
-        raise PromptError(
-            f"cohort {cohort} asks for a prefix of {length} tokens and {answer} more for its answer; the model has "
-            f"{max_positions} positions. Shorten it in conf/corpus, or use {MAX!r} in the needle grid"
-        )
-
-
-def _known(cls: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise PromptError(f"{where} is {raw!r}; it must be a mapping")
+def _known(cls: type, raw: Any, where: str) -> dict[str, Any]:
     names = {field.name: field for field in fields(cls)}
+    if not isinstance(raw, Mapping):
+        raise PromptError(f"{where} is {raw!r}; allowed: a mapping with the keys {', '.join(names)}")
     for key in raw:
         if key not in names:
             raise PromptError(f"{where} has an unknown key {key!r}; allowed: {', '.join(names)}")
     for name, field in names.items():
-        if name not in raw and not isinstance(field.default, int):
+        if name not in raw and field.default is MISSING:
             raise PromptError(f"{where} lacks {name!r}; add it in conf/corpus")
     return dict(raw)
+
+
+def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping) or not value:
+        raise PromptError(f"{what} is {value!r}; allowed: a mapping with one entry or more")
+    return value
 
 
 def _count(value: Any, what: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PromptError(f"{what} is {value!r}; it must be an integer of at least {least}")
     return value
+
+
+def _continuation(value: Any, where: str) -> int:
+    if _count(value, f"{where}.continuation", LENGTH_STEP + 1) % LENGTH_STEP != 1:
+        raise PromptError(
+            f"{where}.continuation is {value}; it must be 1 plus a multiple of {LENGTH_STEP}: 17, 33, 49 …"
+        )
+    return int(value)
 
 
 def _length(value: Any, where: str) -> int:
@@ -130,29 +170,40 @@ def _length(value: Any, where: str) -> int:
     return number
 
 
-def _cohort(name: str, raw: Mapping[str, Any], group: str) -> CohortSpec:
+def _cohort(name: str, raw: Any, group: str) -> CohortSpec:
     where = f"{group}.{name}"
     if name not in COHORTS:
         raise PromptError(f"{group} has an unknown cohort {name!r}; allowed: {', '.join(sorted(COHORTS))}")
     known = _known(CohortSpec, raw, where)
+    counts = _mapping(known["prompts"], f"{where}.prompts")
+    answered = name in CRITICAL or name in STRUCTURED
     return CohortSpec(
-        prompts={_length(key, where): _count(n, f"{where}.prompts[{key}]", 1) for key, n in known["prompts"].items()},
-        continuation=_count(known["continuation"], f"{where}.continuation", 2),
-        max_new_tokens=_count(known.get("max_new_tokens", 0), f"{where}.max_new_tokens", 0),
+        prompts={_length(key, where): _count(n, f"{where}.prompts[{key}]", 1) for key, n in counts.items()},
+        continuation=_continuation(known["continuation"], where),
+        max_new_tokens=_count(known.get("max_new_tokens", 0), f"{where}.max_new_tokens", int(answered)),
     )
 
 
-def _grid(raw: Mapping[str, Any]) -> GridSpec:
+def _grid(raw: Any) -> GridSpec:
     known = _known(GridSpec, raw, GRID)
-    depths: dict[int | str, tuple[float, ...]] = {}
-    for key, values in known["depths"].items():
-        for depth in values:
-            if isinstance(depth, bool) or not isinstance(depth, (int, float)) or not 0 <= depth <= 1:
-                raise PromptError(f"{GRID}.depths[{key}] holds {depth!r}; a depth is a number from 0 to 1")
-        depths[MAX if key == MAX else _length(key, f"{GRID}.depths")] = tuple(map(float, values))
+    depths = {
+        MAX if key == MAX else _length(key, f"{GRID}.depths"): _depths(values, f"{GRID}.depths[{key}]")
+        for key, values in _mapping(known["depths"], f"{GRID}.depths").items()
+    }
     return GridSpec(
         depths=depths,
-        continuation=_count(known["continuation"], f"{GRID}.continuation", 2),
+        continuation=_continuation(known["continuation"], GRID),
         max_new_tokens=_count(known["max_new_tokens"], f"{GRID}.max_new_tokens", 1),
         items=_count(known.get("items", 1), f"{GRID}.items", 1),
     )
+
+
+def _depths(values: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple) or not values:
+        raise PromptError(f"{where} is {values!r}; allowed: a list of depths, such as [0.1, 0.5, 0.9]")
+    for depth in values:
+        if isinstance(depth, bool) or not isinstance(depth, (int, float)) or not 0 <= depth <= 1:
+            raise PromptError(f"{where} holds {depth!r}; a depth is a number from 0 to 1")
+    if len({round(100 * depth) for depth in values}) < len(values):
+        raise PromptError(f"{where} is {values}; depths must differ by 0.01 or more")
+    return tuple(map(float, values))

@@ -14,7 +14,7 @@ from kvdrift.cache.pool import PoolExhausted
 from kvdrift.ledger import load_policy
 from kvdrift.policy import PolicyError, from_dict
 
-EXACT = from_dict({}, name="exact")
+EXACT = from_dict({"key": None}, name="exact")
 
 
 def prompt(batch: int = 2, length: int = 60, padded: bool = True) -> dict[str, torch.Tensor]:

@@ -157,26 +157,73 @@ def test_the_committed_specifications_are_valid(name, load_spec):
     assert load_spec(name).batch_size >= 8
 
 
+RAW = {
+    "batch_size": 4,
+    "answer_room": 64,
+    "cohorts": {"needle": {"prompts": {128: 1}, "continuation": 17, "max_new_tokens": 8}},
+    "needle_grid": {"depths": {128: [0.5], "max": [0.5]}, "continuation": 17, "max_new_tokens": 8},
+    "calibration": {"code": {"prompts": {128: 1}, "continuation": 17}},
+}
+
+
+def cohort(**change):
+    return {"cohorts": {"needle": RAW["cohorts"]["needle"] | change}}
+
+
+def grid(**change):
+    return {"needle_grid": RAW["needle_grid"] | change}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"batchsize": 3}, "unknown key 'batchsize'; allowed: batch_size"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 1}, "batch_size is 1; it must be an integer of at least 2"),
         ({"cohorts": {"nedle": {}}}, "unknown cohort 'nedle'; allowed: .*needle"),
         ({"cohorts": {"needle": {"prompts": {100: 1}, "continuation": 17}}}, "length 100; allowed: .* multiples of 16"),
         ({"cohorts": {"needle": {"prompts": {128: "x"}, "continuation": 17}}}, "'x'; it must be an integer"),
         ({"cohorts": {"needle": {"continuation": 17}}}, "lacks 'prompts'"),
-        ({"needle_grid": {"depths": {128: [1.5]}, "continuation": 17, "max_new_tokens": 8}}, "holds 1.5"),
+        (
+            {"cohorts": {"needle": None}},
+            "cohorts.needle is None; allowed: a mapping with the keys prompts, continuation",
+        ),
+        ({"cohorts": {}}, "cohorts is {}; allowed: a mapping with one entry or more"),
+        ({"cohorts": ["needle"]}, r"cohorts is \['needle'\]; allowed: a mapping"),
+        (cohort(prompts=[320]), r"cohorts.needle.prompts is \[320\]; allowed: a mapping"),
+        (cohort(prompts={}), "cohorts.needle.prompts is {}; allowed: a mapping with one entry or more"),
+        (cohort(prompts={320: 0}), r"cohorts.needle.prompts\[320\] is 0; it must be an integer of at least 1"),
+        (cohort(continuation=18), "cohorts.needle.continuation is 18; it must be 1 plus a multiple of 16"),
+        (cohort(continuation=1), "cohorts.needle.continuation is 1; it must be an integer of at least 17"),
+        (cohort(max_new_tokens=0), "cohorts.needle.max_new_tokens is 0; it must be an integer of at least 1"),
+        (grid(continuation=32), "needle_grid.continuation is 32; it must be 1 plus a multiple of 16"),
+        (grid(depths={128: [1.5]}), r"needle_grid.depths\[128\] holds 1.5; a depth is a number from 0 to 1"),
+        (grid(depths={128: [float("nan")]}), "holds nan; a depth is a number from 0 to 1"),
+        (grid(depths=0.5), "needle_grid.depths is 0.5; allowed: a mapping"),
+        (grid(depths={128: 0.5}), r"needle_grid.depths\[128\] is 0.5; allowed: a list of depths"),
+        (grid(depths={128: []}), r"needle_grid.depths\[128\] is \[\]; allowed: a list of depths"),
+        (grid(depths={128: [0.5, 0.501]}), r"is \[0.5, 0.501\]; depths must differ by 0.01"),
+        ({"calibration": {}}, "calibration is {}; allowed: a mapping with one entry or more"),
     ],
 )
 def test_a_wrong_specification_is_named(change, message):
-    raw = {
-        "batch_size": 4,
-        "answer_room": 64,
-        "cohorts": {"needle": {"prompts": {128: 1}, "continuation": 17, "max_new_tokens": 8}},
-        "needle_grid": {"depths": {128: [0.5], "max": [0.5]}, "continuation": 17, "max_new_tokens": 8},
-        "calibration": {"code": {"prompts": {128: 1}, "continuation": 17}},
-    }
-    CorpusSpec.from_dict(raw)
     with pytest.raises(PromptError, match=message):
-        CorpusSpec.from_dict(raw | change)
+        CorpusSpec.from_dict(RAW | change)
+
+
+def test_every_fault_of_a_specification_is_named():
+    with pytest.raises(PromptError) as caught:
+        CorpusSpec.from_dict(RAW | {"answer_room": 0} | cohort(continuation=18) | grid(items=0))
+    assert [line.partition(";")[0] for line in caught.value.args] == [
+        "answer_room is 0",
+        "cohorts.needle.continuation is 18",
+        "needle_grid.items is 0",
+    ]
+
+
+def test_a_length_asked_for_twice_is_named():
+    with pytest.raises(PromptError, match=r"needle_grid.depths are \[960, 960\] tokens long on this model"):
+        CorpusSpec.from_dict(RAW | grid(depths={960: [0.5], "max": [0.5]})).check(1024)
+
+
+def test_scored_positions_agree_with_the_prompts(smoke, load_spec):
+    assert sum(len(prompt.continuation) - 1 for prompt in smoke) == load_spec("smoke").scored()
