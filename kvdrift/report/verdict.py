@@ -221,6 +221,9 @@ def _metrics(
     drifted = [row["drifted"] for row in cohorts if row["critical"]]
     right = sum(row["reference"] for row in grid)
     headline = (evidence.latency or {}).get("headline") or {}
+    even = break_even((evidence.latency or {}).get("break_even"), limits.workload.batch)
+    if evidence.policy.is_exact:
+        even = None  # two fits of one path cross wherever noise has it
     found = {
         "accepted": int(passed),
         "bits": bits_per_element(evidence.policy, evidence.shape),
@@ -232,7 +235,7 @@ def _metrics(
         "drift": None if not drifted or None in drifted else sum(drifted),
         "recall": sum(row["kept"] for row in grid) / right if right else None,
         "itl": headline.get("itl_ratio"),
-        "even": break_even((evidence.latency or {}).get("break_even"), limits.workload.batch),
+        "even": even,
     }
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
 

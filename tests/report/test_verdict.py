@@ -276,6 +276,10 @@ def test_a_failing_drill_names_its_checks(spoiled: Spoil) -> None:
     assert failed(judge(spoiled(drill={"checks": checks[:1], "passed": False}), LIMITS)) == ["drill"]
 
 
+def test_what_packs_nothing_has_no_break_even(run: Run) -> None:
+    assert judge(run.evidence("exact"), LIMITS)["metrics"]["even"] is None
+
+
 def test_case_14_a_break_even_may_be_never() -> None:
     assert break_even({"1": {"verdict": "never", "tokens": None}}, 1) == NEVER
     assert break_even({"1": {"verdict": "always", "tokens": None}}, 1) == 0
