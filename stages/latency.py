@@ -25,7 +25,7 @@ class LatencyConfig:
     out: Path
 
 
-@stage("latency")
+@stage("latency", threads_spin=True)
 def main(config: LatencyConfig) -> None:
     import json
     import os

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import hypothesis
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads take the cores of tests that run beside
 
 hypothesis.settings.register_profile("kvdrift", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvdrift")
