@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -16,7 +17,16 @@ from typing import Any
 
 from kvdrift.layout import HEADER_BYTES, layer_layouts
 from kvdrift.policy import CachePolicy, PolicyError, from_dict, packed_blocks
+from kvdrift.ranges import require
 
+CONFIG_COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "max_position_embeddings",
+)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 TABLE_BYTES_PER_BLOCK = 8
 """int32 page and int32 token count."""
@@ -35,23 +45,32 @@ class CacheShape:
     dtype_bytes: int = 2
     positions: int | None = None
 
+    def __post_init__(self) -> None:
+        least = (1, math.inf)
+        require(self, layers=least, kv_heads=least, head_dim=least, query_heads=least, positions=least)
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"kv_heads is {self.kv_heads}; allowed: a divisor of the {self.query_heads} query heads")
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str | None = None) -> CacheShape:
-        """From a Hugging Face `config.json`. Raises ValueError naming what the config lacks."""
+        """From a Hugging Face `config.json`. Raises ValueError naming what the config lacks, or has wrong."""
         config = config.get("text_config") or config
         for key in ("num_hidden_layers", "num_attention_heads"):
             if config.get(key) is None:
                 raise ValueError(f"config.json has no {key!r}; kvdrift needs a decoder with a KV cache")
-        query_heads = int(config["num_attention_heads"])
+        for key in CONFIG_COUNTS:
+            if config.get(key) is not None and (type(config[key]) is not int or config[key] < 1):
+                raise ValueError(f"config.json: {key} is {config[key]!r}; allowed: a whole number of 1 or more")
+        query_heads = config["num_attention_heads"]
         dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
         if config.get("head_dim") is None and config.get("hidden_size") is None:
             raise ValueError("config.json has neither 'head_dim' nor 'hidden_size'; kvdrift needs one of them")
         return cls(
-            layers=int(config["num_hidden_layers"]),
-            kv_heads=int(config.get("num_key_value_heads") or query_heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // query_heads),
+            layers=config["num_hidden_layers"],
+            kv_heads=config.get("num_key_value_heads") or query_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // query_heads,
             query_heads=query_heads,
             dtype_bytes=DTYPE_BYTES[dtype],
             positions=config.get("max_position_embeddings"),
@@ -174,18 +193,31 @@ def load_policy(name: str, folder: Path = Path("conf/policy")) -> CachePolicy:
         raise PolicyError(f"policy {name!r} is not one of {', '.join(known) or f'(none in {folder})'}")
     try:
         raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise PolicyError(f"{path} is not YAML: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, dict) and "search" in raw:
         raise PolicyError(f"policy {name!r} is searched for; use data/plans/{name}.json once `dvc repro` has made it")
     return from_dict(raw, name=path.stem)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face `config.json`. Raises ValueError where it is missing or no JSON object."""
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}; pass the folder of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; download it again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("text_config") or {}, dict):
+        raise ValueError(f"{path} holds no JSON object of settings; download it again")
+    return config
 
 
 def _model_shape(model: str) -> CacheShape:
     path = Path(model)
     for candidate in (path, path / "config.json", path / "model" / "config.json"):
         if candidate.is_file():
-            return CacheShape.from_config(json.loads(candidate.read_text()))
+            return CacheShape.from_config(read_config(candidate))
     raise ValueError(f"no config.json at {model!r}; pass a model folder, or --layers, --kv-heads and --head-dim")
 
 
@@ -211,8 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
         if min(options.tokens, options.batch) < 1:
             raise ValueError(f"--tokens {options.tokens} and --batch {options.batch} must be 1 or more")
         ledger = account(load_policy(options.policy), shape, options.tokens, options.batch)
-    except (ValueError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except ValueError as error:
+        print(*(f"error: {line}" for line in error.args), sep="\n", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(ledger.to_dict()))

