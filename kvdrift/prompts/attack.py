@@ -1,20 +1,28 @@
-"""Prompts that attack the worst cells: their facts lie exactly where the sensitivity map found the largest error."""
+"""Prompts made to break a cache: their facts lie where the sensitivity map found the largest error, or among runs of
+the tokens whose keys calibration found largest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
-from kvdrift.prompts.assemble import Gap, Tokenizer, fixed_lengths, message
-from kvdrift.prompts.batches import batched
+from kvdrift.prompts.assemble import FILLER, Gap, Tokenizer, fixed_lengths, message
 from kvdrift.prompts.build import from_item
 from kvdrift.prompts.filler import calm
-from kvdrift.prompts.items import PEOPLE, Item, five_digits, planted, tool_arguments
+from kvdrift.prompts.items import PEOPLE, Item, five_digits, needle, planted, tool_arguments
 from kvdrift.prompts.prompt import Prompt, PromptError
 
 COHORT = "attack"
+REPEATED = "repeated_outliers"
 FACTS = (3, 2, 1)
 """How many codes an item plants side by side: as many as its cell has room for."""
+OUTLIER = "outlier"
+SIZES = (65, 56)
+"""Teacher-forced and generated tokens of an attack: longer than any other cohort's, so that errors can add up."""
+RUN = (8, 24)
+"""Least and most tokens of a run of one repeated token, and of the filler between two runs."""
 
 
 def attack(
@@ -23,9 +31,7 @@ def attack(
     length: int,
     items: int,
     seed: int,
-    continuation: int = 65,
-    max_new_tokens: int = 56,
-    batch_size: int = 36,
+    sizes: tuple[int, int] = SIZES,
 ) -> list[Prompt]:
     """`items` prompts of `length` tokens that plant their facts wholly inside the token ranges [start, stop).
 
@@ -50,12 +56,41 @@ def attack(
                 tokenizer,
                 item,
                 length,
-                (continuation, max_new_tokens),
+                sizes,
                 id=f"{COHORT}-{length:05d}-p{cell[0]:05d}-{index:02d}",
                 cohort=COHORT,
             )
         )
-    return batched(prompts, batch_size, COHORT)
+    return prompts
+
+
+def repeated(
+    tokenizer: Tokenizer, outliers: Sequence[int], length: int, items: int, seed: int, sizes: tuple[int, int] = SIZES
+) -> list[Prompt]:
+    """`items` prompts of `length` tokens that recall a number from filler broken up by runs of one `outliers` token.
+
+    Each prompt repeats one of these token ids, in turn. The tokens stand in the prompt as they are, since text of
+    them need not come back as the same tokens; their role is "outlier".
+    """
+    prompts = []
+    for index in range(items):
+        rng = Random(f"{seed}/{REPEATED}/{index}")
+        id = f"{REPEATED}-{length:05d}-{index:02d}"
+        plain = from_item(tokenizer, needle(rng, calm(rng)), length, sizes, id=id, cohort=REPEATED)
+        prompts.append(_with_runs(plain, outliers[index % len(outliers)], rng))
+    return prompts
+
+
+def _with_runs(prompt: Prompt, token: int, rng: Random) -> Prompt:
+    tokens, roles = list(prompt.tokens), list(prompt.roles)
+    place = 0
+    while place < len(tokens):
+        for at in range(place, min(place + rng.randint(*RUN), len(tokens))):
+            if roles[at] == FILLER:
+                tokens[at], roles[at] = token, OUTLIER
+            place = at + 1
+        place += rng.randint(*RUN)
+    return replace(prompt, tokens=tuple(tokens), roles=tuple(roles))
 
 
 def _fitting(tokenizer: Tokenizer, cell: tuple[int, int], length: int, seed: int, index: int) -> list[Item]:
