@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvdrift.config import Profile, stage
 from kvdrift.measure.sweep import Scheduler
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class DrillConfig:
     calibration: Path
     plans: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, new_tokens=(1, 1024))
 
 
 @stage("drill")

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvdrift.config import Profile, stage
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
     profile: Profile
     plan: str
-    modes: list[str]
+    modes: list[Literal["greedy", "sampled"]]
     manifest: Path
     prompts: Path
     attack: Path
@@ -18,6 +20,9 @@ class GenerateConfig:
     attack_reference: Path
     plans: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, filled=("modes",))
 
 
 @stage("generate")

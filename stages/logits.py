@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdrift.config import Profile, stage
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class LogitsConfig:
     attack_reference: Path
     plans: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, filled=("probes",), probe_steps=(16, 1024, 16))
 
 
 @stage("logits")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.config import ConfigError, Profile, stage
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class SearchConfig:
     reference: Path
     cells: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, filled=("cohorts",), steps=(16, 1024, 16), trials=(0, 10_000))
 
 
 @stage("search")

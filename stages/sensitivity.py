@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.config import Profile, stage
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class SensitivityConfig:
     prompts: Path
     reference: Path
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, filled=("probe_policies", "cohorts"), steps=(16, 1024, 16))
 
 
 @stage("sensitivity")

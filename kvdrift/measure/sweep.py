@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from kvdrift.ranges import require
 
 P95_STEPS = 20
 """Fewer steps than this can't carry a 95th percentile."""
@@ -21,6 +24,9 @@ class Workload:
     context: int
     output: int
 
+    def __post_init__(self) -> None:
+        require(self, batch=(1, math.inf), context=(1, math.inf), output=(1, math.inf))
+
 
 @dataclass(frozen=True)
 class Scheduler:
@@ -33,6 +39,9 @@ class Scheduler:
     eviction: Literal["none", "oldest"]
     """When pages run out: reject the newcomer, or evict the oldest sequence, to be rebuilt later."""
 
+    def __post_init__(self) -> None:
+        require(self, batch_limit=(1, 4096), prefill_chunk=(0, math.inf))
+
 
 @dataclass(frozen=True)
 class CapacityTrial:
@@ -40,6 +49,9 @@ class CapacityTrial:
 
     budget_mib: int | None
     steps: int
+
+    def __post_init__(self) -> None:
+        require(self, budget_mib=(1, math.inf), steps=(1, math.inf))
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,21 @@ class Sweep:
     peers: list[Literal["static", "quanto", "hqq"]]
     """Transformers' other caches, measured on the workload."""
     capacity: CapacityTrial
+
+    def __post_init__(self) -> None:
+        many = (1, math.inf)
+        require(
+            self,
+            filled=("contexts", "batches"),
+            contexts=many,
+            batches=many,
+            outputs=many,
+            pairs=(2, math.inf),
+            prefill_contexts=many,
+            prefill_pairs=many,
+            turn=many,
+            cold_starts=(0, 1000),
+        )
 
 
 @dataclass(frozen=True)
