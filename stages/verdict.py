@@ -12,6 +12,8 @@ class VerdictConfig:
     gates: Limits
     plan: str
     manifest: Path
+    prompts: Path
+    attack: Path
     plans: Path
     quantize: Path
     logits: Path
@@ -26,11 +28,13 @@ class VerdictConfig:
 def main(config: VerdictConfig) -> None:
     import json
 
-    from kvdrift.report.evidence import Sources, read_evidence
+    from kvdrift.report.reading import Sources, read_evidence
     from kvdrift.report.verdict import judge
 
     sources = Sources(
         config.manifest,
+        config.prompts,
+        config.attack,
         config.plans,
         config.quantize,
         config.logits,
@@ -38,11 +42,13 @@ def main(config: VerdictConfig) -> None:
         config.latency,
         config.drill,
     )
+    files = [folder / f"{config.plan}.json" for folder in (config.out, config.metrics)]
+    for file in files:
+        file.unlink(missing_ok=True)  # so that an error leaves no verdict on other evidence
     verdict = judge(read_evidence(config.plan, sources), config.gates)
-    for folder, content in ((config.out, verdict), (config.metrics, verdict["metrics"])):
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
-        (folder / f"{config.plan}.json").write_text(text + "\n")
+    for file, content in zip(files, (verdict, verdict["metrics"]), strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
     print(f"{config.plan}: {verdict['decision']}")
     for gate in verdict["gates"]:
         if not gate["passed"]:

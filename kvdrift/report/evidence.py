@@ -1,14 +1,13 @@
-"""What the stages measured about one policy, read once, and the figures and tables that gates and reports go by.
+"""What the stages measured about one policy, and the figures and tables that gates and reports go by.
 
-A file that isn't there is None, and so is every figure that needs it: judging that is the gates' business.
+What was not measured is None, and so is every figure that needs it: judging that is the gates' business.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ import polars as pl
 
 from kvdrift.ledger import CacheShape, Ledger, account
 from kvdrift.measure.stats import Drift, drift, mcnemar, mean_interval, percentile
-from kvdrift.policy import CachePolicy, from_dict
+from kvdrift.policy import CachePolicy
+from kvdrift.report import strict
 
-GREEDY = "greedy"
+MODES = ("greedy", "sampled")
+GREEDY = MODES[0]
 """The mode whose outcomes count as drift; sampled generations are reported beside it."""
 
 SUMMARY = ["tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max"]
@@ -31,24 +32,16 @@ ATTENTION = ["jensen_shannon", "top_overlap", "value_output", "combined_error"]
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Where the stages put their results: `<folder>/<policy>.json`, `.parquet`, `_cells.parquet` …"""
-
-    manifest: Path
-    plans: Path
-    quantize: Path
-    logits: Path
-    generate: Path
-    latency: Path
-    drill: Path
-
-
-@dataclass(frozen=True)
 class Evidence:
-    """One policy and all that is known about it."""
+    """One policy and all that is known about it.
+
+    `prompts` holds what was to be measured, a row an evaluation prompt {prompt, cohort, task, batch, answer, depth,
+    scored, length, attack}; `attack` marks those that the attack found. `faults` maps what can't be used to the reason.
+    """
 
     policy: CachePolicy
     shape: CacheShape
+    prompts: pl.DataFrame
     packing: Mapping[str, Any] | None
     errors: pl.DataFrame | None
     attention: pl.DataFrame | None
@@ -57,38 +50,12 @@ class Evidence:
     generations: pl.DataFrame | None
     latency: Mapping[str, Any] | None
     drill: Mapping[str, Any] | None
+    faults: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, None if there is no such file."""
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def read_shape(manifest: Path) -> CacheShape:
-    return CacheShape(**json.loads(manifest.read_text())["shape"])
-
-
-def read_evidence(name: str, sources: Sources) -> Evidence:
-    """All that was measured about the policy `name`. Its plan and the manifest must be there."""
-
-    def table(folder: Path, suffix: str = "") -> pl.DataFrame | None:
-        path = folder / f"{name}{suffix}.parquet"
-        return pl.read_parquet(path) if path.is_file() else None
-
-    shape = read_shape(sources.manifest)
-    plan = from_dict(json.loads((sources.plans / f"{name}.json").read_text()), name)
-    return Evidence(
-        policy=plan.bind(shape.layers, shape.head_dim),
-        shape=shape,
-        packing=read_json(sources.quantize / f"{name}.json"),
-        errors=table(sources.quantize),
-        attention=table(sources.quantize, "_attention"),
-        logits=table(sources.logits),
-        cells=table(sources.logits, "_cells"),
-        generations=table(sources.generate),
-        latency=read_json(sources.latency / f"{name}.json"),
-        drill=read_json(sources.drill / f"{name}.json"),
-    )
+    """The content of a JSON file, None if there is no such file. Raises ValueError, naming it, if it can't be read."""
+    return strict.read(path, finite=True) if path.is_file() else None
 
 
 def at_workload(evidence: Evidence, tokens: int, batch: int) -> Ledger:

@@ -8,8 +8,8 @@ Run it on a file of layer-position rows; it names the worst cell and exits 0 onl
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvdrift.report.limits import CellLimits
+from kvdrift.report.strict import Number, read
 
 Status = Literal["pass", "fail", "inconclusive", "not applicable"]
 
 NOT_MEASURED = "not measured"
+PLACE = Number(low=0, whole=True)
+"""A layer, or a position."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Gate:
 
 
 def figure(value: object) -> float | None:
-    """`value` as a number, None unless it is a finite one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """`value` as a number, None unless it is one that a float holds, and finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 
@@ -67,7 +70,7 @@ def at_least(name: str, measured: object, limit: float, detail: str = "") -> Gat
 def _missing(measured: object) -> str:
     if measured is None:
         return NOT_MEASURED
-    return "" if figure(measured) is not None else f"{measured}: no figure"
+    return "" if figure(measured) is not None else f"{reprlib.repr(measured)}: no figure"
 
 
 def cell_gates(cell: Mapping[str, Any], limits: CellLimits) -> tuple[Gate, Gate]:
@@ -85,8 +88,8 @@ def _within(value: object, low: float, high: float) -> object:
 
 def cell_name(cell: Mapping[str, Any]) -> str:
     """`layer 23 at 2,048`."""
-    position = figure(cell.get("pos"))
-    return f"layer {cell.get('layer', '?')} at {'?' if position is None else f'{position:,.0f}'}"
+    layer, position = (cell.get(key) if PLACE.fits(cell.get(key)) else None for key in ("layer", "pos"))
+    return f"layer {'?' if layer is None else layer} at {'?' if position is None else f'{position:,}'}"
 
 
 def used(cell: Mapping[str, Any], limits: CellLimits) -> float:
@@ -103,23 +106,27 @@ def layer_position(cells: Sequence[Mapping[str, Any]], limits: CellLimits) -> li
     gates: list[Gate] = []
     for index, cell in enumerate(cells):
         for key in ("layer", "pos"):
-            if figure(cell.get(key)) is None:
-                gates.append(at_least(f"row {index}: {key}", cell.get(key), 0.0))
+            if not PLACE.fits(cell.get(key)):
+                found = reprlib.repr(cell[key]) if key in cell else "missing"
+                gates.append(at_least(f"row {index}: {key}", None, 0.0, f"{found}; allowed: {PLACE}"))
         gates.extend(cell_gates(cell, limits))
     return gates or [at_least("cells", None, 1.0, "there are none")]
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows and limits of a file that is a list of rows, or {rows, limits}."""
-    content = json.loads(path.read_text())
+    content = read(path)
     content = {"rows": content} if isinstance(content, list) else content
-    rows = content.get("rows", []) if isinstance(content, dict) else None
+    if not isinstance(content, dict) or not {"rows"} <= set(content) <= {"rows", "limits"}:
+        raise ValueError(f'{path} is {reprlib.repr(content)}; allowed: a list of rows, or {{"rows", "limits"}}')
+    rows, limits = content["rows"], content.get("limits", {})
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError('rows must be a list of {"layer", "pos", "cos", "kl"}')
-    limits = {name: figure(limit) for name, limit in content.get("limits", {}).items()}
-    if set(limits) - {"cos", "kl"} or None in limits.values():
-        raise ValueError(f"limits are {content['limits']}; allowed: a number for cos, for kl, or for both")
-    return rows, {name: limit for name, limit in limits.items() if limit is not None}
+        raise ValueError(f'rows of {path} must be a list of {{"layer", "pos", "cos", "kl"}}')
+    known = {key: figure(limit) for key, limit in limits.items()} if isinstance(limits, dict) else {"": None}
+    found = {key: limit for key, limit in known.items() if key in ("cos", "kl") and limit is not None}
+    if found != known:
+        raise ValueError(f"limits of {path} are {reprlib.repr(limits)}; allowed: a number for cos, for kl, or for both")
+    return rows, found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,8 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         flags = {"cos": options.min_cos, "kl": options.max_kl}
         limits = CellLimits(**given | {name: value for name, value in flags.items() if value is not None})
         gates = layer_position(rows, limits)
-    except (OSError, ValueError) as error:
-        print(f"FAIL: layer-position gates: {options.file}: {error}")
+    except ValueError as error:
+        print(f"FAIL: layer-position gates: {'; '.join(map(str, error.args))}")
         return 1
     for row in rows:
         cos, kl = cell_gates(row, limits)

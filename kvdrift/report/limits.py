@@ -1,8 +1,17 @@
-"""The limits that a candidate is held to: the shape of `conf/gates/*.yaml`. Ratios are candidate over reference."""
+"""The limits that a candidate is held to: the shape of `conf/gates/*.yaml`. Ratios are candidate over reference.
+
+A limit that nothing could fail is none: each is refused with a ValueError naming field, value and what is allowed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvdrift.ranges import require
+
+MOST = 2**31 - 1
+MOST_KL = 10.0
+"""Nats. The uniform guess over 22,000 tokens is this far from any one of them; what is further apart shares nothing."""
 
 
 @dataclass(frozen=True)
@@ -12,6 +21,9 @@ class Workload:
     batch: int
     context: int
     output: int
+
+    def __post_init__(self) -> None:
+        require(self, batch=(1, MOST), context=(1, MOST), output=(1, MOST))
 
     @property
     def tokens(self) -> int:
@@ -24,6 +36,9 @@ class CellLimits:
 
     cos: float = 0.98
     kl: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self, cos=(0, 1), kl=(0, MOST_KL))
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,15 @@ class Limits:
     """Share of the needles that the reference recalls which the candidate has to recall, at each length."""
 
     def __post_init__(self) -> None:
-        for name in ("max_drift", "confidence"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
-        if not self.critical:
-            raise ValueError("critical names no cohort; name those whose drift must not pass")
+        from kvdrift.prompts.spec import COHORTS, GRID  # late: the gates' own command line needs none of it
+
+        nats = dict.fromkeys(("max_kl", "max_kl_p99", "max_cohort_kl"), (0.0, MOST_KL))
+        shares = dict.fromkeys(("max_bytes_ratio", "min_same_top1", "max_saturated", "min_recall"), (0.0, 1.0))
+        ratios = dict.fromkeys(("max_peak_ratio", "max_p95_ratio"), (0.0, 10.0))
+        rule = {"max_drift": (0.001, 0.5), "confidence": (0.5, 0.9999)}
+        require(self, filled=["critical"], **nats, **shares, **ratios, **rule)
+        unknown = sorted({*self.critical, self.grid} - {*COHORTS, GRID})
+        if unknown:
+            raise ValueError(f"cohort {unknown[0]!r} is unknown; allowed: {', '.join(sorted((*COHORTS, GRID)))}")
+        if len(set(self.critical)) < len(self.critical):
+            raise ValueError(f"critical is {self.critical}; name each cohort once")

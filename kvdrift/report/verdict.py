@@ -12,9 +12,11 @@ from typing import Any
 
 from kvdrift.ledger import Ledger, bits_per_element
 from kvdrift.report import evidence as read
+from kvdrift.report.artifacts import sound
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.gates import NOT_MEASURED, Gate, at_least, at_most, cell_gates, cell_name, used
 from kvdrift.report.limits import CellLimits, Limits
+from kvdrift.serving.checks import REQUIRED
 
 NEVER = -1
 """`even` of a policy that is slower at every length; 0 is faster at every length."""
@@ -24,16 +26,18 @@ WORST = 5
 
 def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
     """The verdict as plain data: decision, gates, cells, cohorts, recall grid, and the numbers of `metrics`."""
+    evidence = sound(evidence)
     exact = evidence.policy.is_exact
     cells = read.cell_table(evidence)
     cohorts = read.cohort_table(evidence, limits.critical, limits.max_drift, limits.confidence)
     summary = read.logits_summary(evidence.logits)
     grid = read.recall_grid(evidence.generations, limits.grid)
     ledger = read.at_workload(evidence, limits.workload.tokens, limits.workload.batch)
+    gates = [_sound(evidence)]
     if exact:
-        gates = _fallback(evidence, summary)
+        gates += _fallback(evidence, summary)
     else:
-        gates = [
+        gates += [
             *_savings(evidence, ledger, limits),
             _latency(evidence, limits),
             *_cells(cells, limits.cell),
@@ -65,22 +69,41 @@ def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
     }
 
 
+def _sound(evidence: Evidence) -> Gate:
+    """Artifacts that can't be used, none of which is allowed, and why."""
+    faults = [f"{name}: {fault}" for name, fault in evidence.faults.items()]
+    return at_most("evidence", len(faults), 0.0, "; ".join(faults))
+
+
 def _savings(evidence: Evidence, ledger: Ledger, limits: Limits) -> list[Gate]:
     """Savings that exist: in the format, to the byte in the storages, and in the peak that was allocated."""
     paper = f"ideal codes alone are {ledger.ideal / ledger.reference:.3g}"
     packing, headline = evidence.packing or {}, (evidence.latency or {}).get("headline") or {}
     rows = packing.get("memory") or []
-    off = [row for row in rows if row.get("reconciled") is not True]
+    off = [row for row in rows if not _reconciled(row, evidence)]
     detail = "; ".join(
-        f"{row.get('tokens')} tokens: {row.get('held_bytes')} bytes held, {row.get('format_bytes')} in the format"
+        f"{row['tokens']} tokens: {row['held_bytes']} bytes held, {row['format_bytes']} in the format"
         for row in off[:3]
     )
-    peak, reference = headline.get("peak_bytes"), headline.get("reference_peak_bytes")
+    if rows and not off and packing["reconciled"] is not True:
+        off, detail = rows, "the lengths as a whole are not"
+    peak = _over(headline.get("peak_bytes"), headline.get("reference_peak_bytes"))
     return [
         at_most("bytes ratio", ledger.to_dict()["ratio"], limits.max_bytes_ratio, paper),
         at_least("reconciled", 1 - len(off) / len(rows) if rows else None, 1.0, detail),
-        at_most("peak ratio", peak / reference if peak is not None and reference else None, limits.max_peak_ratio),
+        at_most("peak ratio", peak, limits.max_peak_ratio),
     ]
+
+
+def _reconciled(row: dict[str, Any], evidence: Evidence) -> bool:
+    """Whether a row's bytes are the ledger's own at that length, and were held but for the blocks that stay exact."""
+    expected = read.at_workload(evidence, row["tokens"], 1).format_bytes
+    escalated = row["escalated_blocks"] * evidence.policy.block * evidence.shape.token_bytes
+    return row["format_bytes"] == expected and row["held_bytes"] == expected + escalated
+
+
+def _over(after: Any, before: Any) -> float | None:
+    return after / before if after is not None and before else None
 
 
 def _latency(evidence: Evidence, limits: Limits) -> Gate:
@@ -91,10 +114,10 @@ def _latency(evidence: Evidence, limits: Limits) -> Gate:
         return at_most("p95 ratio", None, limits.max_p95_ratio, f"measured on {found}, the target workload is {target}")
     headline = latency.get("headline") or {}
     before, after = headline.get("p95_reference_ms"), headline.get("p95_ms")
-    detail = f"{before:.3g} ms to {after:.3g} ms" if before is not None and after is not None else ""
+    detail = f"{before:.3g} ms to {after:.3g} ms" if headline else ""
     low, high = headline.get("p95_ratio_low"), headline.get("p95_ratio_high")
     detail += f", 95 % interval of the ratio {low:.3g} to {high:.3g}" if low is not None and high is not None else ""
-    return at_most("p95 ratio", headline.get("p95_ratio"), limits.max_p95_ratio, detail)
+    return at_most("p95 ratio", _over(after, before), limits.max_p95_ratio, detail)
 
 
 def _cells(cells: Sequence[dict[str, Any]], limits: CellLimits) -> list[Gate]:
@@ -182,14 +205,18 @@ def _saturated(evidence: Evidence, limits: Limits) -> tuple[float | None, float,
 
 
 def _drill(evidence: Evidence) -> Gate:
-    """The share of drill checks that passed, all of which have to: fallback, rollback, rejection and recovery."""
-    drill = evidence.drill or {}
-    checks = drill.get("checks") or []
-    failing = [check.get("name", "?") for check in checks if check.get("passed") is not True]
-    share = (len(checks) - len(failing)) / len(checks) if checks else None
-    if share == 1.0 and drill.get("passed") is not True:
+    """The share of the drill's checks that ran and passed, all of which have to."""
+    if evidence.drill is None:
+        return at_least("drill", None, 1.0)
+    checks = evidence.drill["checks"]
+    names = [check["name"] for check in checks]
+    if odd := sorted(name for name in names if names.count(name) > 1 or name not in REQUIRED):
+        return at_least("drill", 0.0, 1.0, f"no check of the drill, or twice: {', '.join(odd)}")
+    failing = [check["name"] for check in checks if not check["passed"]] + [x for x in REQUIRED if x not in names]
+    if not failing and not evidence.drill["passed"]:
         return at_least("drill", 0.0, 1.0, "the drill as a whole did not pass")
-    return at_least("drill", share, 1.0, f"failing: {', '.join(failing)}" if failing else "")
+    share = 1 - len(failing) / len(REQUIRED)
+    return at_least("drill", share, 1.0, f"failing or not run: {', '.join(failing)}" if failing else "")
 
 
 def _fallback(evidence: Evidence, summary: dict[str, Any]) -> list[Gate]:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.serving import drill_cache, drill_door
+from kvdrift.serving.checks import CACHE, DOOR, FALLBACK
 from kvdrift.serving.subject import Subject
 
 __all__ = ["Check", "Subject", "fallback", "run"]
@@ -27,24 +28,8 @@ class Check:
 
 def run(subject: Subject) -> list[Check]:
     """Every check of the rails, those at the door first."""
-    checks: tuple[Callable[[Subject], str], ...] = (
-        drill_door.header_fields,
-        drill_door.other_tenant,
-        drill_door.corruption,
-        drill_door.too_long,
-        drill_door.head_shape,
-        drill_door.outliers,
-        drill_door.memory_pressure,
-        drill_door.shortening,
-        drill_cache.infinite_block,
-        drill_cache.wide_span,
-        drill_cache.kill_switch,
-        drill_cache.exhaustion,
-        drill_cache.eviction,
-        drill_cache.rollback,
-        drill_cache.mirroring,
-        drill_cache.canary,
-    )
+    checks: list[Callable[[Subject], str]] = [getattr(drill_door, name) for name in DOOR]
+    checks += [getattr(drill_cache, name) for name in CACHE]
     return [_checked(check, subject) for check in checks]
 
 
@@ -64,7 +49,7 @@ def fallback(
     tokens = sum(a != b for a, b in zip(stored[1], found[1], strict=True))
     passed = torch.equal(stored[0], found[0]) and not tokens
     detail = f"largest KL {kl:.3g} nats over {stored[0].shape[0] * stored[0].shape[1]} positions; "
-    return Check("fallback", passed, detail + f"{tokens} of {len(found[1])} generations differ")
+    return Check(FALLBACK, passed, detail + f"{tokens} of {len(found[1])} generations differ")
 
 
 def _largest_kl(reference: Tensor, candidate: Tensor) -> float:

@@ -7,13 +7,16 @@ from typing import Any
 
 import polars as pl
 
-from kvdrift.ledger import CacheShape, account
-from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
-from kvdrift.report.evidence import Evidence, Sources, read_evidence
+from kvdrift.ledger import CacheShape, account, bits_per_element
+from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer, packed_until
+from kvdrift.prompts.prompt import EVALUATION, Prompt, to_frame
+from kvdrift.report.evidence import MODES, Evidence
 from kvdrift.report.limits import CellLimits, Limits, Workload
+from kvdrift.report.reading import Sources, read_evidence
+from kvdrift.serving.checks import REQUIRED
 
 SHAPE = CacheShape(layers=3, kv_heads=2, head_dim=64, query_heads=4)
-BUCKETS = (32, 128, 512, 2048)
+BUCKETS = (0, 128, 512, 2048)
 CRITICAL = ("needle", "copy", "tool_arguments")
 TASKS = {"needle": "number", "copy": "exact", "tool_arguments": "arguments", "needle_grid": "number"}
 LIMITS = Limits(
@@ -58,14 +61,22 @@ class Run:
         kl = 0.0 if exact else kl
         self.write("plans", name, policy.bind(SHAPE.layers, SHAPE.head_dim).to_dict())
         self.write("quantize", name, packing(policy))
-        errors_frame(0 if exact else SHAPE.layers).write_parquet(self.path("quantize", f"{name}.parquet"))
-        attention_frame(0 if exact else SHAPE.layers).write_parquet(self.path("quantize", f"{name}_attention.parquet"))
-        logits_frame(kl).write_parquet(self.path("logits", f"{name}.parquet"))
-        cells_frame(0 if exact else SHAPE.layers, kl).write_parquet(self.path("logits", f"{name}_cells.parquet"))
-        generations_frame(exact).write_parquet(self.path("generate", f"{name}.parquet"))
-        self.write("latency", name, latency())
-        checks = [{"name": "over-long request", "passed": True, "detail": "routed to exact"}]
-        self.write("drill", name, {"checks": checks, "passed": True})
+        frames = {
+            "quantize": errors_frame(policy),
+            "quantize_attention": attention_frame(policy),
+            "logits": logits_frame(kl),
+            "logits_cells": cells_frame(policy, kl),
+            "generate": generations_frame(exact),
+        }
+        for where, frame in frames.items():
+            folder, _, suffix = where.partition("_")
+            self.table(folder, f"{name}_{suffix}" if suffix else name, frame, policy.id)
+        self.write("latency", name, latency(policy))
+        checks = [{"name": check, "passed": True, "detail": "it held"} for check in REQUIRED]
+        self.write("drill", name, {"policy": policy.id, "checks": checks, "passed": True})
+
+    def table(self, folder: str, name: str, frame: pl.DataFrame, owner: str) -> None:
+        frame.write_parquet(self.path(folder, f"{name}.parquet"), metadata={"policy": owner})
 
     def path(self, folder: str, file: str) -> Path:
         path = self.root / "data" / folder / file
@@ -79,30 +90,80 @@ class Run:
         return read_evidence(name, self.sources)
 
 
+def prompts(attack: bool = False) -> list[Prompt]:
+    """32 of each critical cohort, the needle grid, and code; one more that an attack found."""
+    items: list[tuple[str, int, float | None, int]] = [("attack", 512, None, 0)]
+    if not attack:
+        items = [(cohort, 320, None, n) for cohort in CRITICAL for n in range(32)]
+        items += [("code", 2048, None, n) for n in range(4)]
+        depths = list(enumerate((0.1, 0.5, 0.9)))
+        items += [("needle_grid", length, depth, n) for length in (128, 512, 2048, 8128) for n, depth in depths]
+    return [
+        Prompt(
+            id=f"{cohort}-{length}-{n}",
+            cohort=cohort,
+            task=TASKS.get(cohort, ""),
+            split=EVALUATION,
+            tokens=(0,) * length,
+            roles=("user",) * length,
+            continuation=(1,) * 17,
+            scored=17,
+            answer="12345",
+            max_new_tokens=20,
+            depth=depth,
+            batch=f"{cohort}-{length}",
+        )
+        for cohort, length, depth, n in items
+    ]
+
+
+PROMPTS = prompts()
+
+
 def packing(policy: CachePolicy) -> dict[str, Any]:
     rows = []
-    for tokens in (1024, 8128):
+    for tokens in sorted({len(prompt.tokens) for prompt in PROMPTS}):
         size = account(policy, SHAPE, tokens, 1).format_bytes
-        rows.append({"tokens": tokens, "batch": 1, "format_bytes": size, "held_bytes": size, "reconciled": True})
-    return {"policy": policy.id, "bits_per_element": 4.6, "escalated_blocks": 2, "memory": rows, "reconciled": True}
+        row = {"tokens": tokens, "batch": 1, "format_bytes": size, "held_bytes": size, "escalated_blocks": 0}
+        rows.append(row | {"reconciled": True})
+    bits = bits_per_element(policy, SHAPE)
+    return {"policy": policy.id, "bits_per_element": bits, "escalated_blocks": 2, "memory": rows, "reconciled": True}
 
 
-def errors_frame(layers: int) -> pl.DataFrame:
+def cells(policy: CachePolicy, prompt: Prompt) -> list[tuple[int, range]]:
+    """The buckets of a prompt, and the tokens that the policy packs in each."""
+    stop = packed_until(policy, len(prompt.tokens))
+    ends = [*BUCKETS[1:], len(prompt.tokens)]
+    return [(start, range(start, max(start, min(end, stop)))) for start, end in zip(BUCKETS, ends, strict=True)]
+
+
+def packed(policy: CachePolicy, chosen: list[Prompt]) -> list[tuple[Prompt, int]]:
+    """These prompts with each packed layer, if anything of them is packed."""
+    reached = [prompt for prompt in chosen if packed_until(policy, len(prompt.tokens)) > 0]
+    return [(prompt, layer) for prompt in reached for layer in range(SHAPE.layers)]
+
+
+def firsts() -> list[Prompt]:
+    return list({prompt.batch: prompt for prompt in reversed(PROMPTS)}.values())
+
+
+def errors_frame(policy: CachePolicy) -> pl.DataFrame:
     rows = [
-        {"prompt": prompt, "cohort": "code", "layer": layer, "tensor": tensor, "bucket": bucket, "role": "user"}
-        | {"tokens": 100, "cosine": 0.999 - 0.001 * layer, "cosine_min": 0.9, "rel_l2": 0.1, "saturated": 0.001 * layer}
-        for prompt in ("code-1", "needle_grid-1")
-        for layer in range(layers)
+        {"prompt": prompt.id, "cohort": prompt.cohort, "length": len(prompt.tokens), "layer": layer, "tensor": tensor}
+        | {"bucket": bucket, "role": "user", "tokens": len(span), "cosine": 0.999 - 0.001 * layer, "cosine_min": 0.9}
+        | {"rel_l2": 0.1, "max_abs": 0.5, "saturated": 0.001 * layer}
+        for prompt, layer in packed(policy, firsts())
         for tensor in ("key", "value")
-        for bucket in BUCKETS
+        for bucket, span in cells(policy, prompt)
+        if span
     ]
-    schema = {"layer": pl.Int64, "bucket": pl.Int64, "tokens": pl.Int64, "tensor": pl.String}
-    return pl.DataFrame(
-        rows or None, schema=None if rows else schema | dict.fromkeys(("cosine", "rel_l2", "saturated"), pl.Float64)
-    )
+    strings = dict.fromkeys(("prompt", "cohort", "tensor", "role"), pl.String)
+    counts = dict.fromkeys(("length", "layer", "bucket", "tokens"), pl.Int64)
+    figures = dict.fromkeys(("cosine", "cosine_min", "rel_l2", "max_abs", "saturated"), pl.Float64)
+    return pl.DataFrame(rows, schema=strings | counts | figures)
 
 
-def attention_frame(layers: int) -> pl.DataFrame:
+def attention_frame(policy: CachePolicy) -> pl.DataFrame:
     """What kvdrift.measure.quantized writes: the layer's own row, then its slices, worse the further back."""
     names = ("key_logits", "jensen_shannon", "value_output", "combined_error", "top_overlap")
     slices: list[tuple[str, int | None, str | None, float]] = [("layer", None, None, 0.01)]
@@ -111,9 +172,9 @@ def attention_frame(layers: int) -> pl.DataFrame:
     ]
     slices += [("role", None, "filler", 0.004), ("role", None, "needle", 0.002)]
     rows = [
-        {"prompt": "code-1", "cohort": "code", "layer": layer, "slice": kind, "bucket": bucket, "role": role}
+        {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer, "slice": kind, "bucket": bucket, "role": role}
         | {name: figure if kind == "layer" or name != "top_overlap" else None for name in names}
-        for layer in range(layers)
+        for prompt, layer in packed(policy, firsts())
         for kind, bucket, role, figure in slices
     ]
     strings = dict.fromkeys(("prompt", "cohort", "slice", "role"), pl.String)
@@ -121,13 +182,16 @@ def attention_frame(layers: int) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=schema)
 
 
-def cells_frame(layers: int, kl: float) -> pl.DataFrame:
+def cells_frame(policy: CachePolicy, kl: float) -> pl.DataFrame:
+    """Two probes; the shorter one packs nothing in the last bucket."""
+    probes = [prompt for prompt in PROMPTS if prompt.id in ("code-2048-0", "needle_grid-8128-0")]
     rows = [
-        {"prompt": prompt, "layer": layer, "bucket": bucket, "start": bucket, "stop": bucket + 64, "tensor": "both"}
-        | {"kl": None if bucket == 2048 and prompt == "code-1" else kl * (1 + layer) / 10}
-        for prompt in ("code-1", "needle_grid-1")
-        for layer in range(layers)
-        for bucket in BUCKETS
+        {"prompt": prompt.id, "layer": layer, "bucket": bucket, "tensor": "both"}
+        | {"start": span.start if span else None, "stop": span.stop if span else None}
+        | {"kl": kl * (1 + layer) / 10 if span else None}
+        for prompt in probes
+        for layer in range(SHAPE.layers)
+        for bucket, span in cells(policy, prompt)
     ]
     schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64, "start": pl.Int64, "stop": pl.Int64}
     return pl.DataFrame(rows, schema=schema | {"tensor": pl.String, "kl": pl.Float64})
@@ -135,54 +199,63 @@ def cells_frame(layers: int, kl: float) -> pl.DataFrame:
 
 def logits_frame(kl: float) -> pl.DataFrame:
     rows = [
-        {"prompt": f"{cohort}-{prompt}", "cohort": cohort, "step": step, "position": 320 + step}
-        | {"kl": kl * (1 + 0.1 * prompt), "same_top1": True, "delta_p": kl, "rank_correlation": 1.0 - kl}
+        {"prompt": prompt.id, "cohort": prompt.cohort, "step": step, "position": len(prompt.tokens) + step}
+        | {"kl": kl * (1 + 0.1 * (n % 20)), "same_top1": True, "delta_p": kl, "rank_correlation": 1.0 - kl}
         | {"nll_reference": 2.0, "nll": 2.0 + kl}
-        for cohort in (*CRITICAL, "code")
-        for prompt in range(20)
-        for step in range(16)
+        for n, prompt in enumerate([*PROMPTS, *prompts(attack=True)])
+        for step in range(prompt.scored - 1)
     ]
     return pl.DataFrame(rows)
 
 
 def generations_frame(exact: bool) -> pl.DataFrame:
-    items = [(cohort, 320, 0.1, n) for cohort in CRITICAL for n in range(32)]
-    items += [("needle_grid", length, depth, 0) for length in (128, 512, 2048, 8128) for depth in (0.1, 0.5, 0.9)]
     rows = []
-    for mode in ("greedy", "sampled"):
-        for cohort, length, depth, n in items:
-            worded = not exact and cohort == "copy" and n == 0
-            row = {"prompt": f"{cohort}-{length}-{depth}-{n}", "cohort": cohort, "task": TASKS[cohort], "mode": mode}
-            row |= {"length": length, "depth": depth, "answer": "12345"}
+    for mode in MODES:
+        for prompt in (prompt for prompt in [*PROMPTS, *prompts(attack=True)] if prompt.task):
+            worded = not exact and prompt.id == "copy-320-0"
+            row = {"prompt": prompt.id, "cohort": prompt.cohort, "task": prompt.task, "mode": mode}
+            row |= {"length": len(prompt.tokens), "depth": prompt.depth, "answer": prompt.answer}
             row |= {"output_reference": "It is <b>12345</b>.", "output": "12345 | it is." if worded else "12345"}
             row |= {"tokens_reference": [1, 2], "tokens": [2] if worded else [1, 2]}
             row |= {"score_reference": 1.0, "score": 1.0, "correct_reference": True, "correct": True}
             row |= {"valid_format_reference": True, "valid_format": True, "refused_reference": False, "refused": False}
             rows.append(row | {"first_divergence": 0 if worded else None, "edit_distance": int(worded)})
-    return pl.DataFrame(rows, schema_overrides={"first_divergence": pl.Int64}, infer_schema_length=None)
+    kinds = {"first_divergence": pl.Int64, "depth": pl.Float64}
+    return pl.DataFrame(rows, schema_overrides=kinds, infer_schema_length=None)
 
 
-def latency() -> dict[str, Any]:
+def latency(policy: CachePolicy) -> dict[str, Any]:
+    """The workload's own row first, then two shorter contexts."""
+    workload = LIMITS.workload
     rows = [
-        {"batch": 1, "context": context, "generated": 64, "phase": "decode", "ratio": 0.9, "ratio_low": 0.88}
-        | {"reference_p50_ms": 50 + context / 400, "candidate_p50_ms": 52 + context / 800, "ratio_high": 0.93}
-        | {"reference_p95_ms": 55.0, "candidate_p95_ms": 56.0, "p99": None, "tokens_per_second": 19.0}
-        for context in (512, 2048, 4096)
+        {"batch": 1, "context": context, "generated": 64, "pairs": 64, "phase": "decode", "reuse": "fresh"}
+        | {"ratio": 0.9, "ratio_low": 0.88, "ratio_high": 0.93, "p95_ratio": 0.95}
+        | {"reference_p50_ms": 50 + context / 400, "candidate_p50_ms": 52 + context / 800}
+        | {"reference_p95_ms": 60.0, "candidate_p95_ms": 57.0, "p99": None, "tokens_per_second": 19.0}
+        for context in (workload.context, 512, 2048)
     ]
+    ledger = account(policy, SHAPE, workload.context, workload.batch)
+    held, reference = ledger.format_bytes, ledger.reference
     return {
-        "workload": asdict(LIMITS.workload),
+        "policy": policy.id,
+        "workload": asdict(workload),
         "rows": rows,
         "headline": {
-            "itl_ratio": 0.91,
+            "itl_ratio": 0.9,
             "p95_reference_ms": 60.0,
             "p95_ms": 57.0,
             "p95_ratio": 0.95,
-            "peak_bytes": 40,
-            "reference_peak_bytes": 100,
+            "p95_ratio_low": 0.93,
+            "p95_ratio_high": 0.97,
+            "ttft_ratio": None,
+            "held_bytes": held,
+            "peak_bytes": held + 100,
+            "reference_held_bytes": reference,
+            "reference_peak_bytes": reference + 100,
         },
-        "break_even": {"1": {"tokens": 1600, "verdict": "crosses", "low": 1200, "high": 2100}},
+        "break_even": {"1": {"tokens": 1600, "verdict": "crosses", "low": 1200, "high": 2100, "confidence": 1.0}},
         "attention_ms": [0.1, 0.1, 0.2],
-        "noise_floor": {"ratio": 1.0, "low": 0.98, "high": 1.02},
+        "noise_floor": {"value": 1.0, "low": 0.98, "high": 1.02},
         "capacity": {"budget_bytes": 2**30, "reference_sequences": 10, "sequences": 28, "predicted_sequences": 28},
         "energy": "unavailable",
         "unavailable": ["energy: no RAPL"],
@@ -194,14 +267,21 @@ def made_up(tmp_path: Path) -> Run:
     folders = {
         name: tmp_path / "data" / name for name in ("plans", "quantize", "logits", "generate", "latency", "drill")
     }
-    found = Run(tmp_path, Sources(manifest=tmp_path / "data/model/manifest.json", **folders))
+    files = {
+        "manifest": "model/manifest.json",
+        "prompts": "prompts/prompts.parquet",
+        "attack": "attack/prompts.parquet",
+    }
+    files_at = {name: tmp_path / "data" / file for name, file in files.items()}
+    found = Run(tmp_path, Sources(**files_at, **folders))
     manifest = {"shape": asdict(SHAPE), "dtype": "bfloat16", "positions": 8192, "source": {"id": "somewhere/tiny.gguf"}}
     manifest |= {"architecture": "Llama", "rope": {"rope_theta": 1e4}, "layer_types": ["full_attention"] * 3}
     found.write("model", "manifest", manifest | {"unsupported": []})
     found.write("preflight", "device", {"device": "cpu", "gpu": None, "cpu": "a CPU", "backend": "native"})
     found.write("preflight", "software", {"torch": "2.13.0"})
     found.write("calibration", "calibration", {"coverage": {"cohorts": ["code"], "prompts": 4, "tokens": 2048}})
-    found.path("prompts", "prompts.parquet").write_bytes(b"prompts")
+    to_frame(PROMPTS).write_parquet(found.path("prompts", "prompts.parquet"))
+    to_frame(prompts(attack=True)).write_parquet(found.path("attack", "prompts.parquet"))
     found.path("reference", "generations.parquet").write_bytes(b"generations")
     for policy, kl in ((EXACT, 0.0), (kivi("kivi4", 4), 0.004), (kivi("kivi2", 2), 0.12)):
         found.add(policy, kl)

@@ -1,0 +1,268 @@
+"""What each stage's artifact must look like before a gate may read it, given the policy, the model and the prompts.
+
+An artifact that is missing, damaged, incomplete, of another policy or that tells impossible figures is taken for not
+measured, and says why. So whatever is wrong with one fails every gate that needs it, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import polars as pl
+
+from kvdrift.ledger import account, bits_per_element
+from kvdrift.policy import packed_until
+from kvdrift.report.evidence import MODES, Evidence
+from kvdrift.report.strict import Each, Number, value_fault
+from kvdrift.report.tables import rows_fault, table_fault
+
+NOISE = 1e-6
+"""How far float arithmetic may leave a figure beyond its range."""
+
+Columns = dict[str, Any]
+
+COUNT, SIZE = Number(0, whole=True), Number(1, whole=True)
+POSITIVE, POSITIVE_OR_NULL = Number(1e-9), Number(1e-9, or_null=True)
+SHARE, COSINE, KL = Number(0, 1), Number(-1 - NOISE, 1 + NOISE), Number(-NOISE)
+ERROR = Number(0, or_null=True)
+TEXT, FLAG, TOKENS = pl.String(), pl.Boolean(), pl.List(pl.Int64())
+
+PACKING = {
+    "policy": str,
+    "bits_per_element": POSITIVE,
+    "escalated_blocks": COUNT,
+    "memory": [{"tokens": SIZE, "format_bytes": SIZE, "held_bytes": SIZE, "escalated_blocks": COUNT}],
+    "reconciled": bool,
+}
+LATENCY = {
+    "policy": str,
+    "workload": {"batch": SIZE, "context": SIZE, "output": SIZE},
+    "rows": [
+        dict.fromkeys(("batch", "context", "generated", "pairs"), SIZE)
+        | {"phase": ("prefill", "decode"), "reuse": ("fresh", "shared_prefix", "continued_session", "evicted")}
+        | dict.fromkeys(("reference_p50_ms", "candidate_p50_ms", "ratio", "tokens_per_second"), POSITIVE)
+        | dict.fromkeys(("reference_p95_ms", "candidate_p95_ms", "p95_ratio"), POSITIVE_OR_NULL)
+    ],
+    "headline": dict.fromkeys(("itl_ratio", "p95_ms", "p95_reference_ms", "p95_ratio"), POSITIVE)
+    | dict.fromkeys(("p95_ratio_low", "p95_ratio_high", "ttft_ratio"), POSITIVE_OR_NULL)
+    | dict.fromkeys(("held_bytes", "peak_bytes", "reference_held_bytes", "reference_peak_bytes"), SIZE),
+    "break_even": Each(
+        {"verdict": ("always", "never", "crosses"), "tokens": Number(0, whole=True, or_null=True), "confidence": SHARE}
+        | dict.fromkeys(("low", "high"), Number(0, whole=True, or_null=True))
+    ),
+    "attention_ms": [POSITIVE],
+    "noise_floor": {"value": POSITIVE, "low": POSITIVE_OR_NULL, "high": POSITIVE_OR_NULL},
+    "capacity": dict.fromkeys(("sequences", "reference_sequences", "predicted_sequences"), COUNT)
+    | {"budget_bytes": SIZE},
+}
+DRILL = {"policy": str, "checks": [{"name": str, "passed": bool, "detail": str}], "passed": bool}
+
+ERRORS: Columns = {
+    **dict.fromkeys(("prompt", "cohort", "tensor", "role"), TEXT),
+    **{"layer": COUNT, "bucket": COUNT, "length": SIZE, "tokens": SIZE, "cosine": COSINE, "cosine_min": COSINE},
+    **{"rel_l2": Number(0), "max_abs": Number(0), "saturated": SHARE},
+}
+ATTENTION: Columns = {
+    **dict.fromkeys(("prompt", "cohort", "slice"), TEXT),
+    **{"layer": COUNT, "bucket": Number(0, whole=True, or_null=True)},
+    **dict.fromkeys(("key_logits", "value_output", "combined_error"), ERROR),
+    "jensen_shannon": Number(-NOISE, math.log(2) + NOISE, or_null=True),
+    "top_overlap": Number(0, 1, or_null=True),
+}
+LOGITS: Columns = {
+    **{"prompt": TEXT, "cohort": TEXT, "step": COUNT, "position": COUNT, "kl": KL, "same_top1": FLAG},
+    **dict.fromkeys(("delta_p", "rank_correlation"), COSINE),
+    **dict.fromkeys(("nll", "nll_reference"), Number(-NOISE, 500)),
+}
+CELLS: Columns = {
+    **{"prompt": TEXT, "tensor": TEXT, "layer": COUNT, "bucket": COUNT},
+    **dict.fromkeys(("start", "stop"), Number(0, whole=True, or_null=True)),
+    "kl": Number(-NOISE, or_null=True),
+}
+GENERATIONS: Columns = {
+    **dict.fromkeys(("prompt", "cohort", "task", "mode", "answer", "output", "output_reference"), TEXT),
+    **{"length": SIZE, "depth": Number(0, 1, or_null=True), "tokens": TOKENS, "tokens_reference": TOKENS},
+    **dict.fromkeys(("score", "score_reference"), SHARE),
+    **{f"{flag}{side}": FLAG for flag in ("correct", "valid_format", "refused") for side in ("", "_reference")},
+    **{"first_divergence": Number(0, whole=True, or_null=True), "edit_distance": COUNT},
+}
+
+
+def sound(evidence: Evidence) -> Evidence:
+    """`evidence` without what is not as it must be; `faults` holds, for each of these, what is wrong with it."""
+    faults = dict(evidence.faults)
+    for name, check in CHECKS.items():
+        found = getattr(evidence, name)
+        try:
+            fault = "not measured" if found is None else check(found, evidence)
+        except Exception as error:  # what no check foresaw is a fault too, not an end of the verdict
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if fault:
+            faults.setdefault(name, fault)
+    nothing: dict[str, Any] = dict.fromkeys(faults)
+    return replace(evidence, faults=faults, **nothing)
+
+
+def _packing(found: Any, evidence: Evidence) -> str | None:
+    fault = value_fault(found, PACKING, "packing") or _owner(found, evidence)
+    if fault:
+        return fault
+    bits = bits_per_element(evidence.policy, evidence.shape)
+    if not math.isclose(found["bits_per_element"], bits, rel_tol=NOISE):
+        return f"bits_per_element is {found['bits_per_element']}; the policy's are {bits:g}"
+    lengths, expected = (sorted(x) for x in ([row["tokens"] for row in found["memory"]], _own(evidence)["length"]))
+    expected = sorted(set(expected))
+    return None if lengths == expected else f"memory is of {lengths} tokens; the prompts have {expected}"
+
+
+def _latency(found: Any, evidence: Evidence) -> str | None:
+    fault = value_fault(found, LATENCY, "latency") or _owner(found, evidence)
+    if fault:
+        return fault
+    rows, headline, workload = found["rows"], found["headline"], found["workload"]
+    measured = [(r["batch"], r["context"], r["generated"], r["phase"], r["reuse"]) for r in rows]
+    if len(set(measured)) < len(measured):
+        return "a setting of latency.rows comes twice"
+    if measured[0][:2] + measured[0][3:] != (workload["batch"], workload["context"], "decode", "fresh"):
+        return f"latency.rows[0] is {measured[0]}; allowed: the workload, {workload}"
+    names = {"itl_ratio": "ratio", "p95_ratio": "p95_ratio", "p95_ms": "candidate_p95_ms"}
+    for name, source in (names | {"p95_reference_ms": "reference_p95_ms"}).items():
+        if headline[name] != rows[0][source]:
+            return f"headline.{name} is {headline[name]}; the workload's row says {rows[0][source]}"
+    for row in rows:
+        before, after, ratio = row["reference_p95_ms"], row["candidate_p95_ms"], row["p95_ratio"]
+        if None not in (before, after, ratio) and not math.isclose(ratio, after / before, rel_tol=NOISE):
+            return f"p95_ratio is {ratio}; {after} ms over {before} ms is {after / before:g}"
+    ledger = account(evidence.policy, evidence.shape, workload["context"], workload["batch"])
+    for side, least in (("", ledger.format_bytes), ("reference_", ledger.reference)):
+        held, peak = headline[f"{side}held_bytes"], headline[f"{side}peak_bytes"]
+        if not least <= held <= peak:
+            return f"headline: {side}peak_bytes is {peak}, {side}held_bytes {held}; the cache alone takes {least}"
+    if len(found["attention_ms"]) != len(evidence.policy.layers):
+        return f"attention_ms is of {len(found['attention_ms'])} layers; the model has {len(evidence.policy.layers)}"
+    for batch, even in found["break_even"].items():
+        verdict, tokens = even["verdict"], even["tokens"]
+        agrees = {"always": tokens == 0, "never": tokens is None, "crosses": bool(tokens)}[verdict]
+        if not (batch.isdecimal() and agrees):
+            return f"break_even of batch {batch} is {verdict!r} at {tokens} tokens"
+    return None
+
+
+def _drill(found: Any, evidence: Evidence) -> str | None:
+    return value_fault(found, DRILL, "drill") or _owner(found, evidence)
+
+
+def _owner(found: Any, evidence: Evidence) -> str | None:
+    """An artifact of another policy."""
+    wanted = evidence.policy.id
+    return None if found["policy"] == wanted else f"it is of policy {found['policy']}, not of {wanted}"
+
+
+def _errors(found: pl.DataFrame, evidence: Evidence) -> str | None:
+    """Every packed token of the first prompt of each cohort and batch, in each packed layer."""
+    fault = table_fault(found, ERRORS, ("prompt", "layer", "tensor", "bucket", "role"))
+    if fault:
+        return fault
+    tensors = pl.DataFrame({"tensor": ["key", "value"]})
+    expected = _packed(evidence, _firsts(evidence)).select("prompt", "cohort", "length", "layer", tokens="packed")
+    expected = expected.join(tensors, how="cross")
+    return rows_fault(
+        found.group_by("prompt", "cohort", "length", "layer", "tensor").agg(pl.col("tokens").sum()), expected
+    )
+
+
+def _attention(found: pl.DataFrame, evidence: Evidence) -> str | None:
+    """One row a layer and prompt over all that is packed, wherever queries were stored."""
+    fault = table_fault(found, ATTENTION, ("prompt", "layer", "slice", "bucket", "role"))
+    expected = _packed(evidence, _firsts(evidence).filter(pl.col("scored") > 1)).select("prompt", "cohort", "layer")
+    return fault or rows_fault(found.filter(slice="layer"), expected)
+
+
+def _logits(found: pl.DataFrame, evidence: Evidence) -> str | None:
+    """Every scored token of every prompt."""
+    fault = table_fault(found, LOGITS, ("prompt", "step"))
+    scored = evidence.prompts.filter(pl.col("scored") > 1)
+    expected = scored.select("prompt", "cohort", "length", step=pl.int_ranges(0, pl.col("scored") - 1)).explode("step")
+    expected = expected.select("prompt", "cohort", "step", position=pl.col("length") + pl.col("step"))
+    return fault or rows_fault(found, expected)
+
+
+def _cells(found: pl.DataFrame, evidence: Evidence) -> str | None:
+    """The cells of a layer and probe prompt hold each packed token once."""
+    fault = table_fault(found, CELLS, ("prompt", "layer", "bucket", "tensor"))
+    if fault:
+        return fault
+    probes = evidence.prompts.join(found.select("prompt").unique(), on="prompt", how="semi")
+    if probes.is_empty():
+        return "no prompt was probed"
+    packed = found.filter(pl.any_horizontal(pl.col("kl", "start", "stop").is_not_null()))
+    inside = pl.col("kl").is_not_null() & (pl.col("bucket") <= pl.col("start")) & (pl.col("tensor") == "both")
+    if not packed.select(inside.all()).item():
+        return "a cell has tokens and no KL, or the other way round, or starts before its bucket"
+    spans = {"first": pl.col("start").min(), "stop": pl.col("stop").max()}
+    spans["packed"] = (pl.col("stop") - pl.col("start")).sum()
+    return rows_fault(
+        packed.group_by("prompt", "layer").agg(**spans),
+        _packed(evidence, probes).select("prompt", "layer", "first", "stop", "packed"),
+    )
+
+
+def _generations(found: pl.DataFrame, evidence: Evidence) -> str | None:
+    """An answer to every task in each mode, its figures agreeing with its text and score."""
+    fault = table_fault(found, GENERATIONS, ("prompt", "mode"))
+    if fault:
+        return fault
+    same = pl.col("tokens") == pl.col("tokens_reference")
+    rules = {
+        "first_divergence": pl.col("first_divergence").is_null() == same,
+        "edit_distance": (pl.col("edit_distance") == 0) == same,
+        "correct": pl.col("correct") == (pl.col("score") == 1),
+        "correct_reference": pl.col("correct_reference") == (pl.col("score_reference") == 1),
+    }
+    for name, rule in rules.items():
+        wrong = found.filter(~rule)
+        if not wrong.is_empty():
+            return f"{name} of {wrong['prompt'][0]} ({wrong['mode'][0]}) is not what its tokens and score say"
+    tasks = evidence.prompts.filter(pl.col("task") != "").join(pl.DataFrame({"mode": MODES}), how="cross")
+    return rows_fault(found, tasks.select("prompt", "cohort", "task", "mode", "length", "depth", "answer"))
+
+
+def _own(evidence: Evidence) -> pl.DataFrame:
+    """The prompts of the corpus, without those that the attack found."""
+    return evidence.prompts.filter(~pl.col("attack"))
+
+
+def _firsts(evidence: Evidence) -> pl.DataFrame:
+    """The first prompt of each cohort in each batch, whose tensors `quantize` compares."""
+    return _own(evidence).unique(["batch", "cohort"], keep="first", maintain_order=True)
+
+
+def _packed(evidence: Evidence, prompts: pl.DataFrame) -> pl.DataFrame:
+    """Of these prompts, those that are packed at all, a row a packed layer, with tokens [first, stop) packed."""
+    policy = evidence.policy
+    stops = {length: packed_until(policy, length) for length in prompts["length"].unique()}
+    layers = [index for index, layer in enumerate(policy.layers) if not layer.is_exact]
+    spans = {
+        "first": pl.lit(policy.sink_tokens, pl.Int64),
+        "stop": pl.col("length").replace_strict(stops, return_dtype=pl.Int64),
+    }
+    rows = (
+        prompts.with_columns(**spans).with_columns(packed=pl.col("stop") - pl.col("first")).filter(pl.col("packed") > 0)
+    )
+    return rows.join(pl.DataFrame({"layer": layers}, schema={"layer": pl.Int64}), how="cross")
+
+
+CHECKS: dict[str, Callable[[Any, Evidence], str | None]] = {
+    "packing": _packing,
+    "errors": _errors,
+    "attention": _attention,
+    "logits": _logits,
+    "cells": _cells,
+    "generations": _generations,
+    "latency": _latency,
+    "drill": _drill,
+}
+"""Field of Evidence → what is wrong with it."""
