@@ -40,11 +40,12 @@ def main(config: FrontierConfig) -> None:
     import polars as pl
     import yaml
 
+    from kvdrift.ledger import CacheShape
     from kvdrift.policy import from_dict
     from kvdrift.report import changed, figures, frontier
     from kvdrift.report.evidence import logits_summary, read_json
     from kvdrift.report.page import render
-    from kvdrift.report.receipt import Run, candidate, digest, receipt, values_digest
+    from kvdrift.report.receipt import Run, digest, receipt, values_digest
     from kvdrift.report.sections import sections, title
 
     policies: list[str] = yaml.safe_load(config.params.read_text())["policies"]
@@ -68,46 +69,57 @@ def main(config: FrontierConfig) -> None:
 
     path = config.reference / "noise_floor.parquet"
     floor = logits_summary(pl.read_parquet(path)) if path.is_file() else None
-    drawn = {
-        "heatmap": (figures.heatmap_rows(verdicts), figures.draw_heatmap),
-        "recall": (figures.recall_rows(verdicts), figures.draw_recall),
-        "frontier": (frontier.frontier_rows(verdicts, choice), figures.draw_frontier),
-        "latency": (figures.latency_rows(latencies), figures.draw_latency),
+    manifest = read_json(config.manifest)
+    shape = CacheShape(**manifest["shape"])
+    plans = {name: from_dict(plan, name) for name, plan in of_each(config.plans).items() if plan is not None}
+    longest = {name: frontier.longest(packing) for name, packing in packings.items()}
+    measured = {verdict["policy"]: verdict["metrics"]["even"] for verdict in verdicts}
+    evens = {name: frontier.break_even(plan, shape, measured[name], longest[name]) for name, plan in plans.items()}
+    limits = verdicts[0]["limits"]
+    cell = (1 - limits["cell"]["cos"], 1 - limits["cell"]["cos"], limits["cell"]["kl"])
+    rows = {
+        "heatmap": figures.heatmap_rows(verdicts),
+        "recall": figures.recall_rows(verdicts),
+        "frontier": frontier.frontier_rows(verdicts, choice),
+        "latency": figures.latency_rows(latencies, evens),
     }
-    for name, (rows, draw) in drawn.items():
-        write(config.plots / f"{name}.json", rows)
-        draw(rows, config.plots / f"{name}.png")
+    drawn = {name: config.plots / f"{name}.png" for name in rows}
+    figures.draw_heatmap(rows["heatmap"], drawn["heatmap"], dict(zip(figures.PANELS, cell, strict=True)), choice.policy)
+    figures.draw_recall(rows["recall"], drawn["recall"])
+    figures.draw_frontier(rows["frontier"], drawn["frontier"], limits["max_bytes_ratio"], limits["max_kl"])
+    figures.draw_latency(rows["latency"], drawn["latency"])
+    for name, found in rows.items():
+        write(config.plots / f"{name}.json", found)
 
-    plan = read_json(config.plans / f"{choice.policy}.json")
-    policy = frontier.EXACT if plan is None else from_dict(plan, choice.policy)
-    even = next((v["metrics"]["even"] for v in verdicts if v["policy"] == choice.policy), None)
-    lengths = [row["tokens"] for row in (packings.get(choice.policy) or {}).get("memory") or []]
-    released = frontier.bound(policy, even, max(lengths, default=None))
+    policy = plans.get(choice.policy, frontier.EXACT)
+    even = evens.get(choice.policy, frontier.BreakEven(None, None))
+    released = frontier.bound(policy, even, longest.get(choice.policy, 0))
     selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": config.gates}
     hashes = {name: digest(paths) for name, paths in config.hashed.items()}
     hashes["config"] = values_digest(selected)
     run = Run(
         verdicts=verdicts,
+        evens=evens,
         packings=packings,
         latencies=latencies,
         drills=of_each(config.drill),
-        manifest=read_json(config.manifest),
+        manifest=manifest,
         device=read_json(config.preflight / "device.json"),
         software=read_json(config.preflight / "software.json"),
         calibration=read_json(config.calibration / "calibration.json"),
-        changes=changed.change_counts(examples),
+        changes=changed.change_counts(examples, limits["critical"]),
         floor=floor,
         hashes=hashes,
-        figures=[os.path.relpath(config.plots / f"{name}.png", config.out) for name in drawn],
+        figures=[os.path.relpath(path, config.out) for path in drawn.values()],
     )
     content = receipt(run, choice, released)
     paths = {"receipt": str(config.out / "receipt.md"), "changed": str(config.out / "changed_examples.html")}
-    paths |= {name: f"{config.plots}/{name}.png" for name in drawn}
+    paths |= {name: str(path) for name, path in drawn.items()}
     write(config.out / "policy.json", released.to_dict())
     write(config.out / "receipt.json", content)
     write(
         config.out / "decisions.json",
-        {"decision": content["decision"], "policies": [candidate(v, choice) for v in verdicts], "paths": paths},
+        {"decision": content["decision"], "policies": content["candidates"], "paths": paths},
     )
     for kind in ("md", "html"):
         page = render(f"receipt.{kind}.jinja", title=title(content), sections=sections(content))

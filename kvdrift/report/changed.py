@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import polars as pl
@@ -49,15 +50,27 @@ def _kind(row: dict[str, Any]) -> str:
     return "other" if same else KINDS.get(row["task"], "other")
 
 
-def change_counts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a policy and mode: generations that changed, drifted, gained, and how many of each kind."""
+def change_counts(rows: list[dict[str, Any]], critical: Collection[str]) -> list[dict[str, Any]]:
+    """A row a policy and mode: generations that changed, drifted, gained, and how many of each kind.
+
+    All cohorts count; `critical_drift` is how many of those that drifted are of a critical one.
+    """
     counts: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = row["policy"], row["mode"]
-        empty = {"policy": key[0], "mode": key[1], "changed": 0, "drift": 0, "gain": 0, "kinds": {}}
+        empty = {
+            "policy": key[0],
+            "mode": key[1],
+            "changed": 0,
+            "drift": 0,
+            "critical_drift": 0,
+            "gain": 0,
+            "kinds": {},
+        }
         count = counts.setdefault(key, empty)
         count["changed"] += 1
         if row["outcome"] != "same":
             count[row["outcome"]] += 1
+        count["critical_drift"] += row["outcome"] == "drift" and row["cohort"] in critical
         count["kinds"][row["changed"]] = count["kinds"].get(row["changed"], 0) + 1
     return [counts[key] for key in sorted(counts)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,14 @@ import numpy as np
 import seaborn
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter, NullLocator
+
+from kvdrift.report.frontier import NEVER, BreakEven, brief
 
 Rows = list[dict[str, Any]]
 
-PANELS = ("key cosine error", "value cosine error", "KL (nats)")
+PANELS = ("1 − cosine of keys", "1 − cosine of values", "KL (nats)")
 FLOOR = 1e-7
 """What a logarithmic colour shows zero as; bfloat16 can't tell less."""
 MARKS = {
@@ -24,6 +30,8 @@ MARKS = {
     "reject": ("X", "#b2182b"),
 }
 REFERENCE = "reference"
+EVENS = {"faster": ("#b2182b", ":"), "smaller": ("#1b7837", "--")}
+"""Both break-evens: from where a policy is faster, and from where it is smaller."""
 
 
 def heatmap_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
@@ -51,8 +59,9 @@ def recall_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
     return rows
 
 
-def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None]) -> Rows:
-    """A row a policy, context and path: the median decode step in ms at the target batch, and the break-even length.
+def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None], evens: Mapping[str, BreakEven]) -> Rows:
+    """A row a policy, context and path: the median decode step in ms at the target batch, and both break-evens, null
+    where a policy has none.
 
     Only fresh caches count, and the first row of a length, which at the workload's own is the workload.
     """
@@ -60,79 +69,97 @@ def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None]) -> Rows:
     for policy, latency in latencies.items():
         if latency is None:
             continue
-        batch = latency["workload"]["batch"]
-        even = (latency.get("break_even") or {}).get(str(batch)) or {}
-        verdict = even.get("verdict", "not measured")
-        crossing = even.get("tokens") if verdict == "crosses" else None
+        batch, even = latency["workload"]["batch"], evens[policy]
         points: dict[int, Mapping[str, Any]] = {}
         for row in latency["rows"]:
             if row["phase"] == "decode" and row["batch"] == batch and row.get("reuse", "fresh") == "fresh":
                 points.setdefault(row["context"], row)
+        words = f"faster {brief(even.faster)}, smaller {brief(even.smaller)}"
+        told: dict[str, Any] = {"even": words if even != BreakEven(None, None) else "no break-even"}
+        told |= {name: None if at == NEVER else at for name, at in asdict(even).items()}
         for context, row in points.items():
-            shared = {"policy": policy, "batch": batch, "context": context, "verdict": verdict, "break_even": crossing}
+            shared = {"policy": policy, "batch": batch, "context": context, **told}
             for path, key in ((REFERENCE, "reference_p50_ms"), ("candidate", "candidate_p50_ms")):
                 rows.append(shared | {"path": path, "itl_ms": row[key]})
     return sorted(rows, key=lambda row: (list(latencies).index(row["policy"]), row["path"], row["context"]))
 
 
-def draw_heatmap(rows: Rows, path: Path) -> None:
-    """Panels down, policies across, layers up the side, position buckets along; one colour scale a panel."""
+def draw_heatmap(rows: Rows, path: Path, limits: Mapping[str, float], chosen: str = "") -> None:
+    """Panels down, policies across, layers up the side, position buckets along; one colour scale a panel.
+
+    `limits` are the gates' by panel: a line on the scale, and an outline around each cell beyond it.
+    """
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     if not policies:
         return _empty(path, "no policy packed anything")
     layers = 1 + max(row["layer"] for row in rows)
     buckets = sorted({row["bucket"] for row in rows})
-    figure = Figure(figsize=(1.6 + 1.7 * len(policies), 1 + 3 * max(1.7, layers / 11)), layout="constrained")
+    labels = [f"{a:,}–{b - 1:,}" for a, b in pairwise(buckets)] + [f"from {buckets[-1]:,}"]
+    figure = Figure(figsize=(1.8 + 1.7 * len(policies), 1.6 + 3 * max(1.7, layers / 11)), layout="constrained")
+    figure.suptitle("Where the error lands: layer × position; all cells of a panel share its logarithmic scale")
     grid = figure.subplots(len(PANELS), len(policies), squeeze=False, sharex=True, sharey=True)
-    for down, (panel, axes) in enumerate(zip(PANELS, grid, strict=True)):
+    for panel, axes in zip(PANELS, grid, strict=True):
         values = [row["value"] for row in rows if row["panel"] == panel]
         low, high = (min(values), max(values)) if values else (FLOOR, 1.0)
-        norm = LogNorm(low, max(high, 10 * low))
+        top, limit = max(high, 10 * low), limits.get(panel, math.inf)
+        norm = LogNorm(low, top)
         for policy, ax in zip(policies, axes, strict=True):
-            shown = np.full((layers, len(buckets)), np.nan)
+            found = np.full((layers, len(buckets)), np.nan)
             for row in rows:
                 if row["panel"] == panel and row["policy"] == policy:
-                    shown[row["layer"], buckets.index(row["bucket"])] = row["value"]
+                    found[row["layer"], buckets.index(row["bucket"])] = row["value"]
             ax.set_facecolor("#e0e0e0")
-            labels = [f"{bucket:,}" for bucket in buckets]
             every = max(1, layers // 10)
-            seaborn.heatmap(shown, ax=ax, norm=norm, cmap="rocket_r", cbar=False, xticklabels=labels, yticklabels=every)
+            seaborn.heatmap(found, ax=ax, norm=norm, cmap="rocket_r", cbar=False, xticklabels=labels, yticklabels=every)
+            for layer, bucket in np.argwhere(found > limit):
+                ax.add_patch(Rectangle((bucket, layer), 1, 1, fill=False, edgecolor="#35b0ff", linewidth=1.2))
+            ax.tick_params(axis="y", rotation=0)
             if ax is axes[0]:
                 ax.set_ylabel("layer")
-            if down == 0:
-                ax.set_title(policy)
-            if down == len(PANELS) - 1:
-                ax.set_xlabel("first position")
-        figure.colorbar(axes[-1].collections[0], ax=list(axes), label=panel, pad=0.01)
+            if panel == PANELS[0]:
+                name, weight = (f"{policy} (chosen)", "bold") if policy == chosen else (policy, "normal")
+                ax.set_title(name, fontweight=weight)
+            if panel == PANELS[-1]:
+                ax.set_xlabel("token positions")
+        bar = figure.colorbar(axes[-1].collections[0], ax=list(axes), label=panel, pad=0.01)
+        if low < limit < top:
+            bar.ax.axhline(limit, color="#35b0ff", linewidth=2)
+            bar.ax.set_title(f"limit {limit:g}", fontsize="small", color="#1170aa")
     _save(figure, path)
     return None
 
 
 def draw_recall(rows: Rows, path: Path) -> None:
-    """One length × depth grid a policy, the reference first; a cell that has no needle is left grey."""
+    """One length × depth grid a policy, the reference first, recalled of asked in each cell; grey has no needle."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     if not policies:
         return _empty(path, "no needle was generated for")
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
-    figure = Figure(figsize=(1.8 + 1.5 * len(policies), 2.6), layout="constrained")
+    figure = Figure(figsize=(1.8 + 1.6 * len(policies), 3.1), layout="constrained")
+    figure.suptitle("Needles recalled of needles planted; a grey cell has none")
     axes = figure.subplots(1, len(policies), squeeze=False, sharey=True)[0]
     for policy, ax in zip(policies, axes, strict=True):
-        shown = np.full((len(depths), len(lengths)), np.nan)
+        shares = np.full((len(depths), len(lengths)), np.nan)
+        counts = np.full(shares.shape, "", dtype=object)
         for row in rows:
             if row["policy"] == policy:
-                shown[depths.index(row["depth"]), lengths.index(row["length"])] = row["recall"]
+                at = depths.index(row["depth"]), lengths.index(row["length"])
+                shares[at] = row["recall"]
+                counts[at] = f"{row['recall'] * row['items']:.0f}/{row['items']}"
         ax.set_facecolor("#e0e0e0")
         names = {"xticklabels": [f"{n:,}" for n in lengths], "yticklabels": [f"{d:g}" for d in depths]}
-        seaborn.heatmap(shown, ax=ax, vmin=0, vmax=1, cmap="RdYlGn", cbar=False, linewidths=1, **names)
-        ax.set(title=policy, xlabel="tokens", ylabel="depth" if ax is axes[0] else "")
+        scale = {"vmin": 0, "vmax": 1, "cmap": "RdYlGn", "cbar": False, "linewidths": 1}
+        seaborn.heatmap(shares, ax=ax, annot=counts, fmt="", annot_kws={"fontsize": "small"}, **scale, **names)
+        ax.set(title=policy, xlabel="prompt tokens", ylabel="depth in the prompt" if ax is axes[0] else "")
         ax.tick_params(axis="x", rotation=90)
-    figure.colorbar(axes[-1].collections[0], ax=list(axes), label="recall", pad=0.01)
+        ax.tick_params(axis="y", rotation=0)
+    figure.colorbar(axes[-1].collections[0], ax=list(axes), label="share recalled", pad=0.01)
     _save(figure, path)
     return None
 
 
-def draw_frontier(rows: Rows, path: Path) -> None:
-    """Bytes against mean KL with its interval; the line joins what no other policy dominates."""
+def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl: float = math.inf) -> None:
+    """Bytes against mean KL with its interval, and the gates' limits; the line joins what no other policy dominates."""
     if not rows:
         return _empty(path, "no policy has both its bytes and its KL measured")
     figure = Figure(figsize=(7.5, 5), layout="constrained")
@@ -141,8 +168,10 @@ def draw_frontier(rows: Rows, path: Path) -> None:
     ax.plot(*_columns(front, "bytes_ratio", "kl"), color="#999999", linestyle="--", zorder=1, label="Pareto frontier")
     for row in rows:
         if row["kl_low"] is not None and row["kl_high"] is not None:
-            ax.vlines(row["bytes_ratio"], row["kl_low"], row["kl_high"], color="#bbbbbb", zorder=1)
-        ax.annotate(row["policy"], (row["bytes_ratio"], row["kl"]), xytext=(7, 5), textcoords="offset points")
+            ax.vlines(row["bytes_ratio"], row["kl_low"], row["kl_high"], color="#777777", linewidth=2, zorder=1)
+        name, weight = (f"{row['policy']} (chosen)", "bold") if row["chosen"] else (row["policy"], "normal")
+        at = row["bytes_ratio"], row["kl"]
+        ax.annotate(name, at, xytext=(9, 6), textcoords="offset points", fontweight=weight)
     for mark, (shape, color) in MARKS.items():
         shown = [row for row in rows if row["mark"] == mark]
         if shown:
@@ -151,10 +180,18 @@ def draw_frontier(rows: Rows, path: Path) -> None:
                 x=_columns(shown, "bytes_ratio")[0], y=_columns(shown, "kl")[0], ax=ax, s=size, marker=shape,
                 color=color, label=mark, zorder=2,
             )  # fmt: skip
-    ax.set(xlabel="bytes of the exact cache, at the target workload", ylabel="mean KL (nats)")
+    if most_bytes < math.inf:
+        ax.axvline(most_bytes, color="#35b0ff", linestyle=":", zorder=0, label="limits of bytes and mean KL")
+    if most_kl < math.inf:
+        ax.axhline(most_kl, color="#35b0ff", linestyle=":", zorder=0)
+    ax.set(
+        xlabel="bytes of the whole cache over the exact cache's, at the target workload",
+        ylabel="mean KL (nats), bars are its 95 % interval",
+        title="Bytes against drift of the next token: down and left is better",
+    )
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.margins(x=0.12)
+    ax.margins(x=0.14)
     ax.set_ylim(-2e-5, 2 * max(row["kl_high"] or row["kl"] for row in rows) + 1e-4)
     ax.legend(loc="upper right")
     _save(figure, path)
@@ -162,27 +199,34 @@ def draw_frontier(rows: Rows, path: Path) -> None:
 
 
 def draw_latency(rows: Rows, path: Path) -> None:
-    """The median decode step over context, reference and candidate, one panel a policy; the crossing is marked."""
+    """The median decode step over context, reference and candidate, a panel a policy; both break-evens are marked."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     if not policies:
         return _empty(path, "no latency was measured")
     across = min(4, len(policies))
     down = -(-len(policies) // across)
-    figure = Figure(figsize=(3.1 * across, 0.4 + 2.6 * down), layout="constrained")
+    figure = Figure(figsize=(3.2 * across, 1.2 + 2.7 * down), layout="constrained")
+    figure.suptitle(f"Decode step over context, batch {rows[0]['batch']}: medians of both paths in one run")
     axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    lines: dict[str, Any] = {}
     for policy, ax in zip(policies, axes, strict=False):
         for name, color in ((REFERENCE, "#4d4d4d"), ("candidate", "#2166ac")):
             shown = [row for row in rows if row["policy"] == policy and row["path"] == name]
-            x, y = _columns(shown, "context", "itl_ms")
-            seaborn.lineplot(x=x, y=y, ax=ax, color=color, marker="o", label=name, errorbar=None)
+            (lines[name],) = ax.plot(*_columns(shown, "context", "itl_ms"), color=color, marker="o", markersize=4)
         first = next(row for row in rows if row["policy"] == policy)
-        if first["break_even"] is not None:
-            ax.axvline(first["break_even"], color="#b2182b", linestyle=":")
-        even = f"{first['break_even']:,}" if first["break_even"] is not None else first["verdict"]
-        ax.set(title=f"{policy}\nbreak-even: {even}", xlabel="context (tokens)", ylabel="decode step (ms)")
-        ax.legend(fontsize="small")
+        for name, (color, style) in EVENS.items():
+            if first[name] is not None:
+                lines[f"{name} from here on"] = ax.axvline(max(first[name], 1), color=color, linestyle=style)
+        ax.set(title=f"{policy}\n{first['even']}", xlabel="context (tokens)", ylabel="decode step (ms)", xscale="log")
+    axes[0].set_ylim(0, 1.05 * max(row["itl_ms"] for row in rows))
+    contexts = sorted({row["context"] for row in rows})
+    axes[0].set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes[0].xaxis.set_minor_locator(NullLocator())
+    for ax in axes:
+        ax.tick_params(axis="x", rotation=45)
     for ax in axes[len(policies) :]:
         ax.set_axis_off()
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
     _save(figure, path)
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvdrift.ledger import CacheShape, byte_break_even
 from kvdrift.policy import CachePolicy, LayerPolicy
 from kvdrift.report.verdict import NEVER
 
@@ -36,7 +37,7 @@ def choose(verdicts: Sequence[Mapping[str, Any]]) -> Choice:
         return Choice(broken[0]["policy"], False, False, reason)
     if accepted:
         best = min(accepted, key=lambda v: (v["metrics"]["bytes"], v["metrics"]["kl"], v["policy"]))
-        share = f"{best['metrics']['bytes']:.3g} of the exact cache's bytes"
+        share = f"{best['metrics']['bytes']:.3g} of the exact cache's bytes at the target workload"
         among = (
             "the one candidate accepted" if len(accepted) == 1 else f"the least of {len(accepted)} accepted candidates"
         )
@@ -69,28 +70,74 @@ def _dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return pair[0] != pair[1] and pair[0][0] <= pair[1][0] and pair[0][1] <= pair[1][1]
 
 
-def bound(policy: CachePolicy, even: int | None, longest: int | None) -> CachePolicy:
-    """The released policy: packing from its break-even on, and never beyond the longest length that was evaluated.
+@dataclass(frozen=True)
+class BreakEven:
+    """The lengths in tokens from which on a policy is `faster` and `smaller` than the exact cache.
 
-    A policy that is never faster gets that longest length as its start: it packs under memory pressure alone.
+    0 is at every length, NEVER at none that was evaluated; None was not measured, or the policy packs nothing.
+    """
+
+    faster: int | None
+    smaller: int | None
+
+    @property
+    def pays(self) -> int | None:
+        """From where it is both; None if there is no such length, or it isn't known."""
+        evens = self.faster, self.smaller
+        return None if None in evens or NEVER in evens else max(even for even in evens if even is not None)
+
+
+def break_even(policy: CachePolicy, shape: CacheShape, faster: int | None, limit: int) -> BreakEven:
+    """Both break-evens of a policy that was evaluated up to `limit` tokens; `faster` is the one that was measured."""
+    if policy.is_exact or not limit:
+        return BreakEven(None, None)
+    smaller = byte_break_even(policy, shape, limit)
+    return BreakEven(faster, NEVER if smaller is None else smaller)
+
+
+def longest(packing: Mapping[str, Any] | None) -> int:
+    """The longest sequence in tokens whose cache was held and reconciled, 0 if none was."""
+    return max((row["tokens"] for row in (packing or {}).get("memory") or []), default=0)
+
+
+def bound(policy: CachePolicy, even: BreakEven, limit: int) -> CachePolicy:
+    """The released policy: it packs from where it is faster and smaller, and up to `limit`, the longest evaluated.
+
+    One that is never both starts a token beyond that: it packs under memory pressure alone.
     """
     if policy.is_exact:
         return replace(policy, min_length=0, max_length=None)
-    start = policy.min_length if even is None else even
-    if longest is not None:
-        start = longest if start == NEVER else min(start, longest)
-    return replace(policy, min_length=max(start, 0), max_length=longest)
+    start = limit + 1 if even.pays is None else min(max(even.pays, policy.min_length), limit + 1)
+    return replace(policy, min_length=start, max_length=limit)
 
 
-def activation(policy: CachePolicy, even: int | None) -> str:
+def activation(policy: CachePolicy, even: BreakEven) -> str:
     """When the released policy packs, in words."""
     if policy.is_exact:
         return "never: every token stays exact"
-    end = f", up to {policy.max_length:,} tokens" if policy.max_length is not None else ""
+    assert policy.max_length is not None
+    end = f"up to {policy.max_length:,} tokens"
+    why = f"{in_words(even.faster, 'faster')}, {in_words(even.smaller, 'smaller')}"
+    if policy.min_length <= policy.max_length:
+        when = f"from {policy.min_length:,} {end} ({why})"
+    else:
+        when = f"never for speed ({why})"
+    if even.smaller is None or not 0 <= even.smaller < policy.min_length:
+        return when
+    return f"{when}; under memory pressure from {even.smaller:,} {end}"
+
+
+def in_words(even: int | None, word: str) -> str:
+    """A break-even in a sentence: `faster from 136 tokens on`."""
     if even is None:
-        return f"break-even not measured: from {policy.min_length:,} tokens on{end}"
+        return f"{word}: not measured"
     if even == NEVER:
-        return f"no break-even, slower at every length: only under memory pressure{end}"
-    if even == 0:
-        return f"always: faster at every measured length{end}"
-    return f"from {policy.min_length:,} tokens on, its break-even; below that only under memory pressure{end}"
+        return f"{word} at no length"
+    return f"{word} at every length" if even == 0 else f"{word} from {even:,} tokens on"
+
+
+def brief(even: int | None) -> str:
+    """A break-even in a table."""
+    if even is None:
+        return "–"
+    return {NEVER: "never", 0: "always"}.get(even, f"{even:,}")

@@ -5,6 +5,8 @@ This file knows nothing of what a page says.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 NOT_MEASURED = "not measured"
+NEARLY, CLOSEST = 1e-3, 1e-7
+"""How far from 1 three digits stop telling a figure from it, and what float32 can't tell either."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -25,6 +29,7 @@ class Table:
 @dataclass(frozen=True)
 class Picture:
     name: str
+    """What it shows, in words."""
     path: str
 
 
@@ -38,7 +43,10 @@ class Section:
 
 
 def shown(value: Any) -> str:
-    """A value as a reader wants it: three digits, thousands parted, None as not measured."""
+    """A value as a reader wants it: three digits, thousands parted, None as not measured.
+
+    What is nearly 1 shows two digits of how far it is from it: 0.99996 is no 1.
+    """
     if value is None:
         return NOT_MEASURED
     if isinstance(value, bool):
@@ -46,6 +54,8 @@ def shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
+        if 1 - NEARLY < value < 1 - CLOSEST:
+            return f"{value:.{1 - math.floor(math.log10(1 - value))}f}"
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, value))
@@ -84,6 +94,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    found.tests["number"] = lambda text: re.fullmatch(r"[−-]?[\d.,e+-]+( (ms|MiB))?|–", text) is not None
     found.tests["table"] = lambda block: isinstance(block, Table)
     found.tests["picture"] = lambda block: isinstance(block, Picture)
     found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvdrift.ledger import CacheShape, account, bits_per_element
 from kvdrift.policy import CachePolicy, Quantizer
 from kvdrift.report.export import engine_flags
-from kvdrift.report.frontier import Choice, activation
+from kvdrift.report.frontier import BreakEven, Choice, activation
+
+REFERENCE = "`sdpa`, as Transformers calls it (torch's scaled_dot_product_attention), over its DynamicCache"
+"""What attends on the reference path, and on a layer that packs nothing."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Run:
     """What the stages left behind, by policy where it is a mapping; None is not measured."""
 
     verdicts: Sequence[Mapping[str, Any]]
+    evens: Mapping[str, BreakEven]
     packings: Mapping[str, Mapping[str, Any] | None]
     latencies: Mapping[str, Mapping[str, Any] | None]
     drills: Mapping[str, Mapping[str, Any] | None]
@@ -43,12 +47,14 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
     verdict = next((verdict for verdict in run.verdicts if verdict["policy"] == choice.policy), None)
     packing, latency = run.packings.get(choice.policy) or {}, run.latencies.get(choice.policy)
     limits = (verdict or run.verdicts[0])["limits"]
-    even = verdict["metrics"]["even"] if verdict else None
+    even = run.evens.get(choice.policy) or BreakEven(None, None)
+    decision = asdict(choice) | {"model": run.manifest["source"]["id"], "activation": activation(released, even)}
     return {
-        "decision": asdict(choice) | {"model": run.manifest["source"]["id"], "activation": activation(released, even)},
+        "decision": decision | {"break_even": asdict(even)},
         "workload": limits["workload"],
+        "limits": limits,
         "gates": verdict["gates"] if verdict else [],
-        "candidates": [candidate(verdict, choice) for verdict in run.verdicts],
+        "candidates": candidates(run, choice),
         "tensors": {
             "shape": run.manifest["shape"],
             "dtype": run.manifest["dtype"],
@@ -61,11 +67,12 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "calibration": (run.calibration or {}).get("coverage"),
         "device": run.device,
         "software": run.software,
-        "memory": _memory(released, shape, packing, limits["workload"]),
+        "memory": _memory(released, shape, packing, limits["workload"], even),
         "escalated_blocks": packing.get("escalated_blocks"),
         "latency": latency,
+        "attention": _attention(run),
         "figures": list(run.figures),
-        "worst_cells": {verdict["policy"]: verdict["worst_cells"] for verdict in run.verdicts},
+        "worst_cells": {verdict["policy"]: worst_cells(verdict) for verdict in run.verdicts},
         "interaction": {verdict["policy"]: verdict["interaction"] for verdict in run.verdicts},
         "noise_floor": run.floor,
         "layers": verdict["layers"] if verdict else [],
@@ -76,17 +83,39 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "changes": list(run.changes),
         "unsupported": _unsupported(run, released, verdict, latency),
         "fallback": _fallback(run, choice),
-        "alarms": _alarms(limits, verdict, packing, released),
+        "alarms": _alarms(limits, verdict, run, packing, released),
         "engines": [asdict(flag) for flag in engine_flags(released)],
         "hashes": dict(run.hashes),
     }
 
 
-def candidate(verdict: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """One row of the decision table: a policy, its numbers and the gates it did not pass."""
-    failed = [gate for gate in verdict["gates"] if not gate["passed"]]
-    row = {"policy": verdict["policy"], "decision": verdict["decision"], "chosen": verdict["policy"] == choice.policy}
-    return row | {"metrics": verdict["metrics"], "failed": failed}
+def candidates(run: Run, choice: Choice) -> list[dict[str, Any]]:
+    """The decision table, a row a policy: its numbers, both break-evens, and the gates that it did not pass."""
+    return [
+        {
+            "policy": verdict["policy"],
+            "decision": verdict["decision"],
+            "chosen": verdict["policy"] == choice.policy,
+            "metrics": verdict["metrics"],
+            "break_even": asdict(run.evens[verdict["policy"]]),
+            "failed": [gate for gate in verdict["gates"] if not gate["passed"]],
+        }
+        for verdict in run.verdicts
+    ]
+
+
+def worst_cells(verdict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The cells that use up most of their limits, after the two that the gates name: {gate, layer, bucket, …}."""
+    cells = [cell for cell in verdict["cells"] if cell["cos"] is not None and cell["kl"] is not None]
+    if not cells:
+        return [{"gate": None} | cell for cell in verdict["worst_cells"]]
+    found: list[dict[str, Any]] = []
+    named = {"cell kl": max(cells, key=lambda cell: cell["kl"]), "cell cos": min(cells, key=lambda cell: cell["cos"])}
+    for cell in (*named.values(), *verdict["worst_cells"]):
+        if not any((row["layer"], row["bucket"]) == (cell["layer"], cell["bucket"]) for row in found):
+            gates = [name for name, worst in named.items() if worst is cell]
+            found.append({"gate": ", ".join(gates) or None} | cell)
+    return found
 
 
 def describe(quantizer: Quantizer | None) -> str:
@@ -122,22 +151,43 @@ def _policy(policy: CachePolicy, shape: CacheShape) -> dict[str, Any]:
 
 
 def _memory(
-    policy: CachePolicy, shape: CacheShape, packing: Mapping[str, Any], workload: Mapping[str, int]
+    policy: CachePolicy, shape: CacheShape, packing: Mapping[str, Any], workload: Mapping[str, int], even: BreakEven
 ) -> list[dict[str, Any]]:
-    """Reference, ideal, format and held bytes with packing on: at each reconciled length, and at the workload."""
+    """Reference, ideal, format and held bytes with packing on: at each length that was reconciled, at the workload
+    and from where it is smaller. `held` is None where it was not measured."""
     held = {(row["tokens"], row.get("batch", 1)): row["held_bytes"] for row in packing.get("memory") or []}
     target = workload["context"] + workload["output"], workload["batch"]
+    smaller = {(even.smaller, 1)} if even.smaller is not None and even.smaller > 0 else set()
     rows = []
-    for tokens, batch in sorted({*held, target}):
-        ledger = account(_unbounded(policy), shape, tokens, batch)
+    for tokens, batch in sorted({*held, target, *smaller}):
+        ledger = account(replace(policy, min_length=0, max_length=None), shape, tokens, batch)
         row = {"tokens": tokens, "batch": batch, "reference": ledger.reference, "ideal": ledger.ideal}
         row |= {"format": ledger.format_bytes, "held": held.get((tokens, batch)), "target": (tokens, batch) == target}
-        rows.append(row)
+        rows.append(row | {"smaller": (tokens, batch) in smaller})
     return rows
 
 
-def _unbounded(policy: CachePolicy) -> CachePolicy:
-    return CachePolicy(**{**vars(policy), "min_length": 0, "max_length": None})
+def _attention(run: Run) -> dict[str, Any]:
+    """What ran as attention on both paths, and for each packing policy its bits, its decode step over the reference's
+    and, where they were timed, the milliseconds of a step that attention takes."""
+    exact = next((verdict for verdict in run.verdicts if verdict["exact"]), None)
+
+    def timed(policy: str) -> float | None:
+        layers = (run.latencies.get(policy) or {}).get("attention_ms")
+        return sum(layers) if layers else None
+
+    return {
+        "reference": REFERENCE,
+        "candidate": f"{(run.device or {}).get('backend') or 'unknown'} kernel over packed pages",
+        "exact_itl": exact and exact["metrics"]["itl"],
+        "exact_ms": exact and timed(exact["policy"]),
+        "policies": [
+            {"policy": verdict["policy"], "bits": verdict["metrics"]["bits"], "itl": verdict["metrics"]["itl"]}
+            | {"attention_ms": timed(verdict["policy"])}
+            for verdict in run.verdicts
+            if not verdict["exact"]
+        ],
+    }
 
 
 def _unsupported(
@@ -166,21 +216,28 @@ def _fallback(run: Run, choice: Choice) -> dict[str, Any]:
 
 
 def _alarms(
-    limits: Mapping[str, Any], verdict: Mapping[str, Any] | None, packing: Mapping[str, Any], policy: CachePolicy
+    limits: Mapping[str, Any],
+    verdict: Mapping[str, Any] | None,
+    run: Run,
+    packing: Mapping[str, Any],
+    policy: CachePolicy,
 ) -> list[dict[str, Any]]:
-    """What to watch once it serves, with the figure of this evaluation beside the figure that ends the rollout."""
+    """What to watch once it serves, with the figure of this evaluation, None where it has none, beside the figure that
+    ends the rollout."""
     logits = verdict["logits"] if verdict else {}
     gates = {gate["name"]: gate["measured"] for gate in verdict["gates"]} if verdict else {}
+    exact = next((verdict for verdict in run.verdicts if verdict["exact"]), None)
+    fallback = {gate["name"]: gate["measured"] for gate in exact["gates"]} if exact else {}
     rows = [
-        ("mean KL of mirrored requests (nats)", logits.get("kl"), limits["max_kl"]),
-        ("p99 of it", logits.get("kl_p99"), limits["max_kl_p99"]),
+        ("mean KL of mirrored requests, nats", logits.get("kl"), limits["max_kl"]),
+        ("99th percentile of KL, nats", logits.get("kl_p99"), limits["max_kl_p99"]),
         ("upper bound of the drift rate in a critical cohort", _worst_drift(gates), limits["max_drift"]),
         ("saturated share of a layer", gates.get("saturated"), limits["max_saturated"]),
         ("p95 of a decode step over the reference's", gates.get("p95 ratio"), limits["max_p95_ratio"]),
         ("escalated blocks, of as many requests", packing.get("escalated_blocks"), packing.get("escalated_blocks")),
-        ("blocks refused for their header or checksum", 0, 0),
-        ("packed sequences beyond the certified length", 0, 0),
-        ("outputs of the exact fallback that differ from the reference", 0, 0),
+        ("blocks refused for their header or checksum", None, 0),
+        ("packed sequences beyond the certified length", None, 0),
+        ("generations of the exact fallback that differ from the reference", fallback.get("changed generations"), 0),
     ]
     kept = rows[-1:] if policy.is_exact else rows
     return [{"signal": signal, "measured": measured, "alarm_above": limit} for signal, measured, limit in kept]

@@ -6,8 +6,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdrift.report.behaviour import behaviour, losses
+from kvdrift.report.costs import costs
 from kvdrift.report.evidence import ATTENTION
-from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown, size
+from kvdrift.report.frontier import brief
+from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown
+
+CAPTIONS = {
+    "heatmap": "Where the error lands: 1 − cosine of keys and values, and KL of the next token, by layer and position",
+    "recall": "Needles recalled, by prompt length and depth",
+    "frontier": "Bytes against mean KL of every policy, the chosen one starred",
+    "latency": "Decode step over context on both paths, with both break-evens",
+}
+GATES = {
+    "evidence": "faults in the artifacts that the verdict rests on",
+    "bytes ratio": "whole cache over the exact cache's bytes, at the target workload",
+    "reconciled": "share of lengths at which the storages hold what the ledger counts, to the byte",
+    "peak ratio": "cache and peak of a decode step over the exact cache's, at the target workload",
+    "p95 ratio": "95th percentile of a decode step over the reference's, at the target workload",
+    "cell cos": "least mean cosine of any cell, keys or values",
+    "cell kl": "most KL of any cell quantized alone, nats",
+    "kl": "mean KL of the next token, nats",
+    "kl p99": "99th percentile of it, nats",
+    "kl max": "largest KL of the next token, nats",
+    "cohort kl": "mean KL of the worst cohort, nats",
+    "same top-1": "share of tokens with the same most likely token",
+    "needle recall": "share of recalled needles that are kept, at the worst length",
+    "saturated": "largest share of a layer's elements outside the calibrated range",
+    "changed generations": "generations that differ from the reference's",
+    "drill": "share of the drill's checks that passed",
+}
+LAYERS = {
+    "layer": "layer",
+    "key_bits": "key bits",
+    "value_bits": "value bits",
+    "saved_bytes": "saved bytes",
+    "key_cosine": "key cosine",
+    "value_cosine": "value cosine",
+    "key_error": "key error",
+    "value_error": "value error",
+    "kl": "KL, nats",
+    **{name: name.replace("_", " ") for name in ATTENTION},
+    "latency_share": "share of attention time",
+}
+LAYER_MAP = (
+    "Cosine, error (relative L2) and KL are those of the layer's worst position bucket; saved bytes are at the target "
+    "workload. What attention makes of it: Jensen–Shannon divergence of its weights, share of its top positions kept, "
+    "relative error of its output with values alone and with both quantized."
+)
 
 
 def title(receipt: Mapping[str, Any]) -> str:
@@ -23,49 +69,65 @@ def title(receipt: Mapping[str, Any]) -> str:
 
 def sections(receipt: Mapping[str, Any]) -> list[Section]:
     """Why first, then every candidate, then what the evidence rests on."""
+    pictures = {Path(path).stem: Picture(CAPTIONS[Path(path).stem], path) for path in receipt["figures"]}
+
+    def of(name: str) -> dict[str, Picture]:
+        return {name: pictures[name]} if name in pictures else {}
+
     return [
-        *_why(receipt),
+        *_why(receipt, of("frontier")),
+        *costs(receipt, of("latency")),
+        *behaviour(receipt, of("recall")),
+        *_where(receipt, of("heatmap")),
         *_what(receipt),
-        *_costs(receipt),
-        *_where(receipt),
-        *_behaviour(receipt),
         *_safety(receipt),
         *_provenance(receipt),
     ]
 
 
-def _gates(gates: Sequence[Mapping[str, Any]]) -> Table:
-    head = ("gate", "measured", "limit", "status", "detail")
+def _gates(gates: Sequence[Mapping[str, Any]], confidence: float) -> Table:
     rows = [
         (
             gate["name"],
             shown(gate["measured"]),
             f"{gate['sense']} {shown(gate['limit'])}",
             "**" + gate["status"] + "**" if not gate["passed"] else gate["status"],
-            gate["detail"],
+            f"one-sided {100 * confidence:g} % upper bound of the drift rate"
+            if gate["name"].startswith("drift in ")
+            else GATES.get(gate["name"], "–"),
+            gate["detail"] or "–",
         )
         for gate in gates
     ]
-    return Table(head, rows)
+    return Table(("gate", "measured", "limit", "status", "what is measured", "detail"), rows)
 
 
-def _why(receipt: Mapping[str, Any]) -> list[Section]:
-    decision, workload = receipt["decision"], receipt["workload"]
+def _why(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[Section]:
+    decision, workload, confidence = receipt["decision"], receipt["workload"], receipt["limits"]["confidence"]
     target = f"{workload['batch']} × ({workload['context']:,} + {workload['output']:,}) tokens"
     lines = [f"{decision['reason'][0].upper()}{decision['reason'][1:]}.", f"Packs: {decision['activation']}."]
-    candidates = [
+    lines += [losses(receipt)] if decision["packs"] else []
+    rows: list[tuple[str, ...]] = [
         (
             row["policy"],
             "chosen" if row["chosen"] else row["decision"],
-            *(shown(row["metrics"][name]) for name in ("bits", "bytes", "kl", "kl_p99", "itl")),
+            *(shown(row["metrics"][name]) for name in ("bits", "bytes", "itl")),
+            *(brief(row["break_even"][name]) for name in ("faster", "smaller")),
+            *(shown(row["metrics"][name]) for name in ("kl", "kl_p99", "drift", "recall")),
             "; ".join(f"{gate['name']} ({gate['detail'] or shown(gate['measured'])})" for gate in row["failed"]) or "–",
         )
         for row in receipt["candidates"]
     ]
-    head = ("policy", "decision", "bits", "bytes ratio", "KL", "KL p99", "ITL ratio", "gates not passed")
+    head = ["policy", "decision", "bits", "bytes ratio", "step ratio", "faster from", "smaller from"]
+    head += ["KL", "KL p99", "drift", "recall", "gates not passed"]
+    explained = (
+        "Bytes and decode step are over the exact cache's at the target workload. `faster from` and `smaller from` are "
+        "lengths in tokens. Drift counts right → wrong in the critical cohorts, greedy."
+    )
     return [
-        Section("Why", [*lines, f"Target workload: {target}.", _gates(receipt["gates"])]),
-        Section("All candidates", [Table(head, candidates)]),
+        Section("Why", [*lines, f"Target workload: {target}.", _gates(receipt["gates"], confidence)]),
+        Section("All candidates", [Table(head, rows), explained, *pictures.values()]),
+        Section("Not covered", [Table(("what",), [(line,) for line in receipt["unsupported"]])]),
     ]
 
 
@@ -78,15 +140,15 @@ def _what(receipt: Mapping[str, Any]) -> list[Section]:
     ]
     fields = [
         ("policy id", policy["id"]),
-        ("sink tokens", shown(policy["sink_tokens"])),
-        ("residual window", shown(policy["residual_window"])),
-        ("block", shown(policy["block"])),
+        ("sinks, always exact", f"{policy['sink_tokens']:,} tokens"),
+        ("residual window, the newest, exact", f"{policy['residual_window']:,} tokens"),
+        ("block", f"{policy['block']:,} tokens"),
         ("prefill", policy["prefill"]),
-        ("escalation", shown(policy["escalation"])),
-        ("rollback", shown(policy["rollback"])),
+        ("a request it may not serve goes to", shown(policy["escalation"])),
+        ("rollback", f"{policy['rollback']:,} tokens"),
         ("clipping", policy["clipping"]),
         ("bits per packed element, scales and headers included", shown(policy["bits_per_element"])),
-        ("packs from", f"{policy['min_length']:,} tokens"),
+        ("packs", receipt["decision"]["activation"]),
         ("certified up to", "any length" if policy["max_length"] is None else f"{policy['max_length']:,} tokens"),
     ]
     numbers = f"{shape['layers']} layers × {shape['kv_heads']} KV heads × {shape['head_dim']} channels"
@@ -100,136 +162,45 @@ def _what(receipt: Mapping[str, Any]) -> list[Section]:
     ]
 
 
-def _costs(receipt: Mapping[str, Any]) -> list[Section]:
-    memory = [
-        (
-            shown(row["batch"]),
-            shown(row["tokens"]),
-            *(size(row[name]) for name in ("reference", "ideal", "format", "held")),
-        )
-        for row in receipt["memory"]
-    ]
-    head = ("batch", "tokens", "exact", "ideal codes", "format", "held")
-    latency = receipt["latency"] or {}
-    columns = ["phase", "batch", "context", "generated", "reference_p50_ms", "candidate_p50_ms"]
-    columns += ["reference_p95_ms", "candidate_p95_ms", "ratio", "ratio_low", "ratio_high"]
-    rows = [tuple(shown(row.get(name)) for name in columns) for row in latency.get("rows") or []]
-    even = [
-        (batch, row["verdict"], *(shown(row.get(name)) for name in ("tokens", "low", "high")))
-        for batch, row in sorted((latency.get("break_even") or {}).items(), key=lambda item: int(item[0]))
-    ]
-    extra = [f"{name}: {flat(latency.get(key))}." for name, key in (
-        ("Capacity", "capacity"), ("Energy", "energy"), ("Noise floor", "noise_floor"), ("Headline", "headline")
-    )]  # fmt: skip
-    escalated = f"Escalated blocks over all evaluated prompts: {shown(receipt['escalated_blocks'])}."
-    table: list[Block] = (
-        [Table([c.replace("_", " ") for c in columns], rows)] if rows else [f"Latency: {NOT_MEASURED}."]
-    )
-    table += (
-        [Table(("batch", "break-even", "tokens", "low", "high"), even)] if even else [f"Break-even: {NOT_MEASURED}."]
-    )
-    return [Section("Memory", [Table(head, memory), escalated]), Section("Latency", [*table, *extra])]
-
-
-def _where(receipt: Mapping[str, Any]) -> list[Section]:
+def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[Section]:
     names = ("layer", "bucket", "key_cosine", "value_cosine", "kl", "prompt")
     cells = [
-        (policy, *(shown(row[name]) for name in names))
+        (policy, row["gate"] or "–", *(shown(row[name]) for name in names))
         for policy, worst in receipt["worst_cells"].items()
         for row in worst
     ]
-    head = ("policy", "layer", "from position", "key cosine", "value cosine", "KL alone", "worst prompt")
-    columns = ["layer", "key_bits", "value_bits", "saved_bytes"]
-    columns += ["key_cosine", "value_cosine", "key_error", "value_error", "kl", *ATTENTION, "latency_share"]
-    layers = [tuple(blank(row[name]) for name in columns) for row in receipt["layers"]]
+    head = ("policy", "named by", "layer", "from position", "key cosine", "value cosine", "KL alone, nats", "prompt")
+    explained = (
+        "The cells that the gates `cell cos` and `cell kl` name, then those that use up most of their limits. Cosines "
+        "are means over all prompts, KL is with only this cell quantized, on the prompt that shows it worst."
+    )
+    layers = [tuple(blank(row.get(name)) for name in LAYERS) for row in receipt["layers"]]
     added = [
         (policy, row["prompt"], shown(row["predicted"]), shown(row["measured"]))
         for policy, rows in receipt["interaction"].items()
         for row in rows
     ]
     adding = Table(("policy", "prompt", "sum of cells alone", "whole stack"), added)
-    pictures = [Picture(Path(path).stem, path) for path in receipt["figures"]]
+    worst: list[Block] = [explained, Table(head, cells)] if cells else ["Nothing is packed."]
     return [
-        Section("Worst cells", [Table(head, cells) if cells else "Nothing is packed.", *pictures]),
+        Section("Worst cells", [*worst, *pictures.values()]),
         Section("Interaction", ["KL in nats: do isolated effects add up?", adding if added else f"{NOT_MEASURED}."]),
-        Section("Layer map", [Table([name.replace("_", " ") for name in columns], layers)]),
+        Section("Layer map", [LAYER_MAP, Table(tuple(LAYERS.values()), layers)]),
     ]
-
-
-def _behaviour(receipt: Mapping[str, Any]) -> list[Section]:
-    names = (
-        "items",
-        "right",
-        "drifted",
-        "gained",
-        "bound",
-        "status",
-        "needed",
-        "p_value",
-        "kl",
-        "kl_high",
-        "same_top1",
-    )
-    cohorts = [
-        (row["cohort"] + (" (critical)" if row["critical"] else ""), *(blank(row[name]) for name in names))
-        for row in receipt["cohorts"]
-    ]
-    head = ["cohort", "items", "right", "drifted", "gained", "drift bound", "rule", "needs", "McNemar p"]
-    head += ["KL", "KL high", "same top-1"]
-    changes = [
-        (row["policy"], row["mode"], *(shown(row[name]) for name in ("changed", "drift", "gain")), flat(row["kinds"]))
-        for row in receipt["changes"]
-    ]
-    logits = f"Logits: {flat(receipt['logits'])}."
-    floor = f"Noise floor, the reference against itself in another batch: {flat(receipt['noise_floor'])}."
-    recall = [
-        (
-            shown(row["length"]),
-            shown(row["depth"]),
-            *(shown(row[n]) for n in ("items", "reference", "candidate", "kept")),
-        )
-        for row in receipt["recall"]
-    ]
-    table = Table(("policy", "mode", "changed", "drift", "gain", "kinds"), changes)
-    full = "Each one whole: `changed_examples.html`, or data/changed_examples.jsonl."
-    grid = Table(("length", "depth", "items", "reference", "candidate", "kept"), recall)
-    return [
-        Section("Cohorts", [Table(head, cohorts), logits, floor]),
-        Section("Cohorts of every candidate", [*_by_policy(receipt["cohorts_by_policy"])]),
-        Section("Needle recall", [grid if recall else f"{NOT_MEASURED}."]),
-        Section("Changed examples", [table if changes else "No generation changed.", full]),
-    ]
-
-
-def _by_policy(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Block]:
-    """Drift and mean KL, a row a cohort and a column a policy."""
-    names = list(dict.fromkeys(row["cohort"] for rows in tables.values() for row in rows))
-    found = {(policy, row["cohort"]): row for policy, rows in tables.items() for row in rows}
-
-    def drifts(row: Mapping[str, Any] | None) -> str:
-        return "–" if row is None or row["status"] is None else f"{row['drifted']} of {row['right']}, {row['status']}"
-
-    def kl(row: Mapping[str, Any] | None) -> str:
-        return "–" if row is None else blank(row["kl"])
-
-    blocks: list[Block] = []
-    for what, text in (("Drift, of what the reference gets right", drifts), ("Mean KL in nats", kl)):
-        rows = [(name, *(text(found.get((policy, name))) for policy in tables)) for name in names]
-        blocks += [f"{what}:", Table(("cohort", *tables), rows)]
-    return blocks
 
 
 def _safety(receipt: Mapping[str, Any]) -> list[Section]:
     checks = [
-        (row["name"], shown(row["passed"]), shown(row.get("detail", ""))) for row in receipt["fallback"]["checks"]
+        (row["name"].replace("_", " "), shown(row["passed"]), row.get("detail", ""))
+        for row in receipt["fallback"]["checks"]
     ]
-    proof: list[Block] = [Table(("drill", "passed", "detail"), checks)] if checks else [f"Drill: {NOT_MEASURED}."]
+    proof: list[Block] = [Table(("drill", "passed", "what it showed"), checks) if checks else f"Drill: {NOT_MEASURED}."]
+    proof.append("The exact policy through the same runtime:")
     exact = receipt["fallback"]["exact"]
-    proof += ["The exact policy through the same runtime:", _gates(exact)] if exact else ["Exact policy: not measured."]
-    alarms = [(row["signal"], shown(row["measured"]), shown(row["alarm_above"])) for row in receipt["alarms"]]
+    proof.append(_gates(exact, receipt["limits"]["confidence"]) if exact else f"{NOT_MEASURED}.")
+    alarms = [(row["signal"], blank(row["measured"]), shown(row["alarm_above"])) for row in receipt["alarms"]]
     engines = [(row["engine"], row["flag"] or "–", row["nearness"], row["note"]) for row in receipt["engines"]]
     return [
-        Section("Not covered", [Table(("what",), [(line,) for line in receipt["unsupported"]])]),
         Section("Fallback proof", proof),
         Section("Rollout alarms", [Table(("signal", "in this evaluation", "alarm above"), alarms)]),
         Section("Engine flags", [Table(("engine", "nearest setting", "nearness", "note"), engines)]),

@@ -5,34 +5,56 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH = 120
-NUMBERS = ("bits", "bytes", "kl", "kl_p99", "top1", "min_cos", "drift", "recall", "itl", "even")
+from kvdrift.report.frontier import brief
+from kvdrift.report.page import shown
+
+WIDTH = 160
+HEAD = ("policy", "decision", "bits", "bytes", "itl", "faster", "smaller", "kl", "kl_p99", "drift", "recall")
+LEGEND = """\
+bytes, itl       whole cache and decode step over the exact cache's, at the target workload
+faster, smaller  from so many tokens on; drift: right answers turned wrong in critical cohorts, greedy"""
 
 
 def table(policies: Sequence[Mapping[str, Any]]) -> str:
-    """A row a policy, at most WIDTH characters wide; the gates that it did not pass stand in the last column."""
-    rows = [["policy", "decision", *NUMBERS, "gates not passed"]]
+    """A row a policy, at most WIDTH characters wide, the gates that it did not pass last; those that don't fit there
+    are counted, and follow below the table with the others of their policy."""
+    rows = [list(HEAD)]
     for row in policies:
-        numbers = [_number(row["metrics"].get(name)) for name in NUMBERS]
-        failed = ", ".join(gate["name"] for gate in row["failed"]) or "-"
-        rows.append([row["policy"], "chosen" if row["chosen"] else row["decision"], *numbers, failed])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for texts in rows:
-        cells = [text.ljust(widths[n]) if n < 2 else text.rjust(widths[n]) for n, text in enumerate(texts[:-1])]
-        line = "  ".join([*cells, texts[-1]])
-        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…")
-    return "\n".join(lines)
+        texts = {name: brief(even).replace("–", "-") for name, even in row["break_even"].items()}
+        texts |= {"policy": row["policy"], "decision": "chosen" if row["chosen"] else row["decision"]}
+        rows.append([texts[name] if name in texts else _number(row["metrics"].get(name)) for name in HEAD])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    head, *lines = [
+        "  ".join(f"{text:{'<' if n < 2 else '>'}{widths[n]}}" for n, text in enumerate(row)) for row in rows
+    ]
+    found, below = [f"{head}  gates not passed"], []
+    for line, row in zip(lines, policies, strict=True):
+        names = [gate["name"] for gate in row["failed"]]
+        kept = _fitting(names, WIDTH - len(line) - 2)
+        found.append(f"{line}  {kept}")
+        if kept != ", ".join(names) and names:
+            text = f"{row['policy']} did not pass: {', '.join(names)}"
+            below += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return "\n".join([*found, *([""] if below else []), *below])
+
+
+def _fitting(names: Sequence[str], room: int) -> str:
+    """As many whole names as fit, and how many more there are."""
+    for count in range(len(names), 0, -1):
+        more = f", {len(names) - count} more" if count < len(names) else ""
+        text = ", ".join(names[:count]) + more
+        if len(text) <= room:
+            return text
+    return f"{len(names)} gates" if names else "-"
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else shown(value)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     content = json.loads(options.decisions.read_text())
     decision = content["decision"]
-    print(f"{table(content['policies'])}\n")
+    print(f"{table(content['policies'])}\n\n{LEGEND}\n")
     print(f"decision: {decision['policy']}: {decision['reason']}")
     print(f"packs: {decision['activation']}\n")
     for name, path in content["paths"].items():
