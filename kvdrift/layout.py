@@ -70,9 +70,16 @@ class BlockLayout:
     dtype_bytes: int
     page_bytes: int
 
-    @property
-    def padding_bytes(self) -> int:
-        return self.page_bytes - self.value.end
+    def parts(self) -> dict[str, int]:
+        """Bytes of a page by purpose; they add up to `page_bytes`."""
+        tensors = (self.key, self.value)
+        held = {
+            "codes": sum(t.codes_bytes for t in tensors),
+            "scales": sum(t.scales_bytes for t in tensors),
+            "lows": sum(t.lows_bytes for t in tensors),
+            "headers": HEADER_BYTES,
+        }
+        return held | {"padding": self.page_bytes - sum(held.values())}
 
 
 def _scale_bytes(quantizer: Quantizer | None) -> int:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvdrift.layout import HEADER_BYTES, layer_layouts
+from kvdrift.layout import layer_layouts
 from kvdrift.policy import CachePolicy, PolicyError, from_dict, packed_blocks
 from kvdrift.ranges import require
 
@@ -133,13 +133,8 @@ def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> 
         if layout is None or blocks == 0:
             sums["exact_tokens"] += tokens * shape.token_bytes
             continue
-        for tensor in (layout.key, layout.value):
-            sums["codes"] += blocks * tensor.codes_bytes
-            sums["scales"] += blocks * tensor.scales_bytes
-            sums["lows"] += blocks * tensor.lows_bytes
-        sums["headers"] += blocks * HEADER_BYTES
-        page = sum(t.codes_bytes + t.scales_bytes + t.lows_bytes for t in (layout.key, layout.value))
-        sums["padding"] += blocks * (layout.page_bytes - HEADER_BYTES - page)
+        for purpose, size in layout.parts().items():
+            sums[purpose] += blocks * size
         exact = tokens - blocks * policy.block
         sums["exact_tokens"] += exact * shape.token_bytes
         sums["exact_room"] += (policy.exact_tokens + policy.block - exact) * shape.token_bytes

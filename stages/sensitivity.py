@@ -29,8 +29,6 @@ class SensitivityConfig:
 
 @stage("sensitivity")
 def main(config: SensitivityConfig) -> None:
-    import gc
-
     import polars as pl
     import torch
     from tqdm import tqdm
@@ -51,7 +49,6 @@ def main(config: SensitivityConfig) -> None:
     rows = []
     for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer"):
         rows += layer_rows(model, batch, at, layer, chosen, config.steps)
-        gc.collect()  # a cache and its layers refer to each other, and a layer's caches take hundreds of megabytes
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
 

@@ -70,7 +70,7 @@ def test_kivi4_of_smollm2_by_hand() -> None:
     assert section(layout.key) == {**sizes, "codes": 64, "scales": 6208, "lows": 6592, "end": 6976}
     assert section(layout.value) == {**sizes, "codes": 6976, "scales": 13120, "lows": 13504, "end": 13888}
     assert (layout.key.channel_major, layout.value.channel_major) == (True, False)
-    assert (layout.page_bytes, layout.padding_bytes) == (13888, 0)
+    assert (layout.page_bytes, layout.parts()["padding"]) == (13888, 0)
 
 
 def test_an_exact_layer_has_no_page() -> None:

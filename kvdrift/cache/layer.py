@@ -6,7 +6,7 @@ which knows the pads, and which calls `admit` and then one of `prefill`, `append
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdrift.cache.block import Identity
-from kvdrift.cache.pool import BlockPool, PoolExhausted
+from kvdrift.cache.pages import Pages
+from kvdrift.cache.pool import PoolExhausted
 from kvdrift.cache.sealing import HELD, Binding, Segment
 from kvdrift.cache.sequences import Sequences
 from kvdrift.layout import BlockLayout
@@ -37,9 +38,8 @@ class Arrival:
 class PackedLayer(CacheLayerMixin):
     """Keys and values of one layer under a policy.
 
-    `pool_on(device)` gives the layer its pages, and `reserve(index, blocks)` makes room for that many blocks in this
-    layer and in those behind it, or raises PoolExhausted. `pack_ranges[s]`, when given, is the span of logical
-    positions in which sequence s may pack blocks (a cell); a block that starts outside it is held exact.
+    `pages` are the cache's. `pack_ranges[s]`, when given, is the span of logical positions in which sequence s may pack
+    blocks (a cell); a block that starts outside it is held exact.
     """
 
     is_croppable = True
@@ -51,14 +51,13 @@ class PackedLayer(CacheLayerMixin):
         policy: CachePolicy,
         layout: BlockLayout,
         identity: Identity,
-        pool_on: Callable[[torch.device], BlockPool],
-        reserve: Callable[[int, int], None],
+        pages: Pages,
         pack_ranges: Sequence[range] | None = None,
     ) -> None:
         super().__init__()
         self.index, self.policy, self.layout = index, policy, layout
-        self._binding = Binding(index, policy, layout, identity, self._may_pack)
-        self._pool_on, self._reserve, self._pack_ranges = pool_on, reserve, pack_ranges
+        self._binding = Binding(index, policy, layout, identity)
+        self._pages, self._pack_ranges = pages, pack_ranges
         self.sequences: Sequences | None = None
         self.reset()
 
@@ -71,7 +70,7 @@ class PackedLayer(CacheLayerMixin):
                 "pass PackedCache(…, dtype=model.dtype)"
             )
         self.device = key_states.device
-        self.pool = self._pool_on(self.device)
+        self.pool = self._pages.pool(self.index, self.device)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Arrival, Arrival]:
@@ -132,7 +131,7 @@ class PackedLayer(CacheLayerMixin):
     @property
     def escalated_blocks(self) -> int:
         """Blocks that are held only because their format can't hold them."""
-        return sum(x.page == HELD and self._may_pack(s, x.start) for s, row in enumerate(self.segments) for x in row)
+        return 0 if self.sequences is None else self.sequences.escalated_blocks
 
     @property
     def batch_size(self) -> int:
@@ -169,7 +168,7 @@ class PackedLayer(CacheLayerMixin):
         else:
             due = sum(packed_blocks(self.policy, self.length(s) + count) for s, count in enumerate(counts))
         try:
-            self._reserve(self.index, due)
+            self._pages.reserve(self.index, due)
         except PoolExhausted:
             self.seen -= new
             raise
@@ -202,14 +201,11 @@ class PackedLayer(CacheLayerMixin):
         return self.sequences
 
     def _pack(self, keys: Tensor, values: Tensor) -> None:
-        sequences = Sequences(self._binding, self.pool, keys)
+        sequences = Sequences(self._binding, self.pool, keys, self._ranges)
         columns = keys.shape[2]
         picks = [slice(None)] * len(keys) if self.real is None else self.real[:, :columns]
         sequences.fill([(k[:, pick], v[:, pick]) for k, v, pick in zip(keys, values, picks, strict=True)])
         self.sequences, self.keys, self.values = sequences, None, None
-
-    def _may_pack(self, sequence: int, start: int) -> bool:
-        return self._ranges is None or start in self._ranges[sequence]
 
     # -- cutting, reordering ---------------------------------------------------------------------------------------
 

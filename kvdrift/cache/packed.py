@@ -9,7 +9,6 @@ Import this module before loading the model with `attn_implementation="kvdrift"`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvdrift.cache import attention
 from kvdrift.cache.block import Identity
 from kvdrift.cache.layer import PackedLayer
-from kvdrift.cache.pool import BlockPool, PoolExhausted
-from kvdrift.layout import HEADER_BYTES, layer_layouts
+from kvdrift.cache.pages import Pages
+from kvdrift.layout import layer_layouts
 from kvdrift.ledger import CacheShape, Ledger
 from kvdrift.policy import CachePolicy, PolicyError, packed_blocks
 
@@ -68,44 +67,16 @@ class PackedCache(Cache):
             i: type(layer).__name__ for i, layer in enumerate(layers) if type(layer) is not DynamicLayer and layouts[i]
         }
         packs = {i: x for i, x in enumerate(layouts[: len(layers)]) if x is not None and i not in self.unpacked}
-        self._page_bytes = {i: layout.page_bytes for i, layout in packs.items()}
-        """Of each packed layer."""
-        self._blocks = None if batch is None or max_tokens is None else batch * packed_blocks(self.policy, max_tokens)
-        self._pools: dict[int, BlockPool] = {}
-        self._undo: dict[int, dict[str, Any]] = {}
+        blocks = None if batch is None or max_tokens is None else batch * packed_blocks(self.policy, max_tokens)
+        self.pages = Pages({i: layout.page_bytes for i, layout in packs.items()}, blocks)
         identity = identity or Identity(version=self.policy.id)
         for i, layout in packs.items():
-            pages = (partial(self._pool_of, i), self._reserve)
-            layers[i] = PackedLayer(i, self.policy, layout, identity, *pages, (pack_ranges or {}).get(i))
+            layers[i] = PackedLayer(i, self.policy, layout, identity, self.pages, (pack_ranges or {}).get(i))
         super().__init__(layers=layers)
-
-    def _pool_of(self, index: int, device: torch.device) -> BlockPool:
-        """The pool of a layer; the pools of all page sizes are made together, on the first layer's device."""
-        if not self._pools:
-            for size in set(self._page_bytes.values()):
-                layers = sum(other == size for other in self._page_bytes.values())
-                self._pools[size] = BlockPool(size, device, None if self._blocks is None else self._blocks * layers)
-        pool = self._pools[self._page_bytes[index]]
-        if pool.arena.device != device:
-            raise ValueError(f"layer {index} is on {device} and the pages are on {pool.arena.device}; use one device")
-        return pool
-
-    def _reserve(self, index: int, blocks: int) -> None:
-        """Room for `blocks` more in each packed layer from `index` on; else an error, and the step left no trace."""
-        try:
-            for size, pool in self._pools.items():
-                pool.reserve(blocks * sum(s == size for i, s in self._page_bytes.items() if i >= index))
-        except PoolExhausted:
-            for before, state in self._undo.items():
-                vars(self.layers[before]).update(state)
-            raise
-        finally:
-            self._undo.clear()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own, which an exact layer ahead of all packed ones must be able to take back."""
-        if self._blocks is not None and layer_idx < min(self._page_bytes, default=0):
-            self._undo[layer_idx] = dict(vars(self.layers[layer_idx]))
+        self.pages.note(layer_idx, self.layers[layer_idx])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -171,7 +142,7 @@ class PackedCache(Cache):
             for quantizer in (quantizers.key, quantizers.value):
                 bits = quantizer.bits if quantizer and isinstance(layer, PackedLayer) else 8 * self.shape.dtype_bytes
                 sums["ideal"] += tokens * self.shape.kv_heads * self.shape.head_dim * bits // 8
-        return Ledger(**sums, free_pages=sum(pool.free * pool.page_bytes for pool in self._pools.values()))
+        return Ledger(**sums, free_pages=self.pages.free_bytes)
 
     def _count(self, layer: PackedLayer, sums: dict[str, int]) -> None:
         storages = layer.storages()
@@ -182,19 +153,13 @@ class PackedCache(Cache):
         sums["exact_room"] += sum(t.untyped_storage().nbytes() for t in storages["exact"]) - exact
         sums["rollback"] += sum(t.untyped_storage().nbytes() for t in storages["rollback"])
         sums["tables"] += sum(t.untyped_storage().nbytes() for t in storages["tables"])
-        pages = {s.page for row in layer.segments for s in row if s.page >= 0}
-        layout = layer.layout
-        for tensor in (layout.key, layout.value):
-            sums["codes"] += len(pages) * tensor.codes_bytes
-            sums["scales"] += len(pages) * tensor.scales_bytes
-            sums["lows"] += len(pages) * tensor.lows_bytes
-        sections = sum(t.codes_bytes + t.scales_bytes + t.lows_bytes for t in (layout.key, layout.value))
-        sums["headers"] += len(pages) * HEADER_BYTES
-        sums["padding"] += len(pages) * (layout.page_bytes - HEADER_BYTES - sections)
+        pages = len({s.page for row in layer.segments for s in row if s.page >= 0})
+        for purpose, size in layer.layout.parts().items():
+            sums[purpose] += pages * size
 
     def storage_bytes(self) -> int:
         """Bytes of every distinct storage held, read off the storages themselves."""
-        tensors: list[Tensor] = [pool.arena for pool in self._pools.values()]
+        tensors: list[Tensor] = [pool.arena for pool in self.pages.pools.values()]
         for layer in self.layers:
             if isinstance(layer, PackedLayer):
                 tensors += [t for group in layer.storages().values() for t in group]

@@ -38,10 +38,6 @@ class BlockPool:
         """Pages reserved and not in use."""
         return len(self._free)
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self.arena.untyped_storage().nbytes()
-
     def reserve(self, pages: int) -> None:
         """Make room for `pages` more. Raises PoolExhausted, nothing changed, when the arena may not grow."""
         missing = pages - self.free

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,35 +30,35 @@ class Segment:
 
 @dataclass(frozen=True)
 class Binding:
-    """What every page of one layer is made under. `may_pack(sequence, start)` is False where a block must be held."""
+    """What every page of one layer is made under."""
 
     index: int
     policy: CachePolicy
     layout: BlockLayout
     identity: Identity
-    may_pack: Callable[[int, int], bool]
 
 
 def seal(
     binding: Binding,
     pool: BlockPool,
-    places: Sequence[tuple[int, int]],
+    starts: Sequence[int],
+    allowed: Sequence[bool],
     keys: Float[Tensor, "blocks kv_heads block head_dim"],
     values: Float[Tensor, "blocks kv_heads block head_dim"],
 ) -> list[Segment]:
-    """Segments of the blocks at these (sequence, first position); HELD where one may not be packed or doesn't fit.
+    """Segments of the blocks at these first positions; HELD where one isn't allowed to be packed or doesn't fit.
 
     Raises PoolExhausted, with the pool as it was, when there are fewer free pages than blocks.
     """
-    pages = [HELD] * len(places)
-    chosen = [i for i, place in enumerate(places) if binding.may_pack(*place)]
+    pages = [HELD] * len(starts)
+    chosen = [i for i, may in enumerate(allowed) if may]
     if chosen:
-        if len(chosen) < len(places):
+        if len(chosen) < len(starts):
             keys, values = keys[chosen], values[chosen]
-        starts = [places[i][1] for i in chosen]
-        for i, page in zip(chosen, _to_pages(binding, pool, starts, keys, values), strict=True):
+        made = _to_pages(binding, pool, [starts[i] for i in chosen], keys, values)
+        for i, page in zip(chosen, made, strict=True):
             pages[i] = page
-    return [Segment(page, start, binding.layout.block) for page, (_, start) in zip(pages, places, strict=True)]
+    return [Segment(page, start, binding.layout.block) for page, start in zip(pages, starts, strict=True)]
 
 
 def _to_pages(binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor, values: Tensor) -> list[int]:

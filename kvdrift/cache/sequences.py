@@ -21,10 +21,20 @@ from kvdrift.kernels import dispatch
 
 
 class Sequences:
-    """`batch` empty sequences, with the dtype and device of `like`; each ages on its own count of real tokens."""
+    """`batch` empty sequences, with the dtype and device of `like`; each ages on its own count of real tokens.
 
-    def __init__(self, binding: Binding, pool: BlockPool, like: Float[Tensor, "batch kv_heads _ head_dim"]) -> None:
+    `ranges[s]`, when given, is the span of positions in which sequence s may pack blocks; others are held exact.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        pool: BlockPool,
+        like: Float[Tensor, "batch kv_heads _ head_dim"],
+        ranges: Sequence[range] | None = None,
+    ) -> None:
         self.binding, self.policy, self.layout, self.pool = binding, binding.policy, binding.layout, pool
+        self.ranges = ranges
         self.backend = dispatch.backend(like.device)
         batch, kv_heads, _, head_dim = like.shape
         capacity, block = self.policy.exact_tokens + self.policy.block, self.policy.block
@@ -44,6 +54,11 @@ class Sequences:
     def length(self, s: int) -> int:
         """Real tokens of one sequence."""
         return self.exact[s] + sum(segment.tokens for segment in self.segments[s] if segment.page != HELD)
+
+    @property
+    def escalated_blocks(self) -> int:
+        """Blocks that are held only because their format can't hold them."""
+        return sum(x.page == HELD and self._may_pack(s, x.start) for s, row in enumerate(self.segments) for x in row)
 
     def due(self, s: int, new: int = 0) -> int:
         """Blocks of one sequence to seal once `new` more real tokens are there."""
@@ -189,6 +204,7 @@ class Sequences:
         """Keep these sequences, in this order; a sequence named twice shares its pages by reference count."""
         kept = order.tolist()
         old = self.segments
+        self.ranges = None if self.ranges is None else [self.ranges[i] for i in kept]
         self.segments = [list(old[i]) for i in kept]
         self.pool.share(_pages(self.segments))
         self.pool.release(_pages(old))
@@ -245,13 +261,17 @@ class Sequences:
 
     def _seal(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> list[Segment]:
         """The next segment of each named sequence; one that is named n times gets n in a row."""
-        places, following = [], dict[int, int]()
+        starts, following = [], dict[int, int]()
         for s in sequences:
             newest = self.segments[s][-1] if self.segments[s] else Segment(HELD, self.policy.sink_tokens, 0)
             start = following.get(s, newest.start + newest.tokens)
-            places.append((s, start))
+            starts.append(start)
             following[s] = start + self.policy.block
-        return seal(self.binding, self.pool, places, keys, values)
+        allowed = [self._may_pack(s, start) for s, start in zip(sequences, starts, strict=True)]
+        return seal(self.binding, self.pool, starts, allowed, keys, values)
+
+    def _may_pack(self, s: int, start: int) -> bool:
+        return self.ranges is None or start in self.ranges[s]
 
     def _write_tables(self) -> None:
         live = [[segment for segment in row if segment.page != HELD] for row in self.segments]

@@ -30,7 +30,7 @@ def reconcile(stored: Stored, policy: CachePolicy, shape: CacheShape) -> dict[st
             held += [keys, values]
             continue
         pool = BlockPool(layout.page_bytes, keys.device, blocks)
-        binding = Binding(index, policy, layout, Identity(version=policy.id), lambda sequence, start: True)
+        binding = Binding(index, policy, layout, Identity(version=policy.id))
         sequences = Sequences(binding, pool, keys)
         sequences.fill([(keys[0], values[0])])
         escalated += sum(segment.page < 0 for segment in sequences.segments[0])

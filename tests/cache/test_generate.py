@@ -247,9 +247,9 @@ def test_exhaustion_gives_a_sliding_window_layer_its_tokens_back() -> None:
 
 def test_one_cache_lives_on_one_device() -> None:
     cache = PackedCache(policy(), config(layers=2))
-    cache._pool_of(0, torch.device("cpu"))
+    cache.pages.pool(0, torch.device("cpu"))
     with pytest.raises(ValueError, match="layer 1 is on meta and the pages are on cpu; use one device"):
-        cache._pool_of(1, torch.device("meta"))
+        cache.pages.pool(1, torch.device("meta"))
 
 
 def test_a_mask_of_one_row_is_every_sequences(llama: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +32,7 @@ def test_a_growing_pool_never_hands_out_a_page_in_use(steps: list[tuple[str, int
             pool.release([held.pop(count % len(held))])
         assert pool.used == len(set(held))
         assert pool.used + pool.free == len(pool.arena)
-        assert pool.allocated_bytes == 64 * len(pool.arena)
+        assert pool.arena.untyped_storage().nbytes() == 64 * len(pool.arena)
         assert all(pool.references(page) == held.count(page) for page in held)
 
 
@@ -103,13 +106,27 @@ def test_a_pool_of_one_layer_that_is_short_stops_the_step_at_the_first() -> None
     cache = PackedCache(made, config(layers=2), batch=1, max_tokens=64)
     first, everything = Stream(cache, 0), tokens(64)
     cache.layers[0].lazy_initialization(everything.k, everything.v)
-    cache._pools[cache._page_bytes[1]].take(1)
+    cache.pages.pool(1, torch.device("cpu")).take(1)
     with pytest.raises(PoolExhausted):
         first.feed(everything)
     assert cache.get_seq_length(0) == 0
-    assert cache._pools[cache._page_bytes[0]].used == 0
+    assert cache.pages.pool(0, torch.device("cpu")).used == 0
 
 
 def test_half_a_reservation_is_an_error() -> None:
     with pytest.raises(PolicyError, match="batch is 2 and max_tokens is None; pass both"):
         PackedCache(policy(), config(), batch=2)
+
+
+def test_a_dropped_cache_is_freed_at_once() -> None:
+    """No cycle of references: a server's memory doesn't wait for Python's garbage collector."""
+    cache = PackedCache(policy(), config(), pack_ranges={0: [range(64)]})
+    Stream(cache, 0).feed(tokens(97))
+    arena, layer = weakref.ref(cache.packed_layers[0].pool.arena), weakref.ref(cache.layers[0])
+    gc.disable()
+    try:
+        del cache
+        assert arena() is None
+        assert layer() is None
+    finally:
+        gc.enable()

@@ -97,7 +97,7 @@ def test_a_cut_of_any_depth_keeps_the_remaining_tokens_and_frees_the_pages(
             assert layer.pool.used == len([x for x in layer.segments[0] if x.page >= 0])
         else:
             assert torch.equal(layer.keys, everything.k[:, :, :left])
-            assert fed.cache._pools[next(iter(fed.cache._pools))].used == 0
+            assert next(iter(fed.cache.pages.pools.values())).used == 0
     fed.feed(everything.span(left, left + 70))
     assert fed.layer.length(0) == left + 70
     if fed.layer.packed:
