@@ -193,7 +193,7 @@ def _capacity(receipt: Mapping[str, Any]) -> list[Block]:
     return [Table(("", "exact cache", "packed cache"), rows)]
 
 
-def ms(value: float | None) -> str:
+def ms(value: Any) -> str:
     """Milliseconds; a dash where there are too few steps for the figure."""
     return "–" if value is None else f"{shown(value)} ms"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.report.frontier import brief
-from kvdrift.report.page import shown
+from kvdrift.report.page import blank
 
 WIDTH = 160
 HEAD = ("policy", "decision", "bits", "bytes", "itl", "faster", "smaller", "kl", "kl_p99", "drift", "recall")
@@ -25,9 +25,9 @@ def table(policies: Sequence[Mapping[str, Any]]) -> str:
     are counted, and follow below the table with the others of their policy."""
     rows = [list(HEAD)]
     for row in policies:
-        texts = {name: brief(even).replace("–", "-") for name, even in row["break_even"].items()}
+        texts = {name: brief(even) for name, even in row["break_even"].items()}
         texts |= {"policy": row["policy"], "decision": "chosen" if row["chosen"] else row["decision"]}
-        rows.append([texts[name] if name in texts else _number(row["metrics"].get(name)) for name in HEAD])
+        rows.append([texts[name] if name in texts else blank(row["metrics"].get(name)) for name in HEAD])
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     head, *lines = [
         "  ".join(f"{text:{'<' if n < 2 else '>'}{widths[n]}}" for n, text in enumerate(row)) for row in rows
@@ -39,8 +39,8 @@ def table(policies: Sequence[Mapping[str, Any]]) -> str:
         found.append(f"{line}  {kept}")
         if kept != ", ".join(names) and names:
             text = f"{row['policy']} did not pass: {', '.join(names)}"
-            below += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    return "\n".join([*found, *([""] if below else []), *below])
+            below += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join([*found, *([""] if below else []), *below]).replace("–", "-")
 
 
 def _fitting(names: Sequence[str], room: int) -> str:
@@ -51,10 +51,6 @@ def _fitting(names: Sequence[str], room: int) -> str:
         if len(text) <= room:
             return text
     return f"{len(names)} gates" if names else "-"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else shown(value)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,6 @@ from made_up import EXACT, kivi
 
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.report.export import engine_flags
-from kvdrift.report.frontier import NEVER, activation, bound
 
 
 def flags(policy: CachePolicy) -> dict[str, tuple[str, str]]:
@@ -40,15 +39,3 @@ def test_whole_head_formats_have_a_near_vllm_flag(format: str, bits: int, flag: 
 def test_a_mixed_policy_has_no_equivalent() -> None:
     layers = (kivi("a", 2).layers[0], kivi("b", 8).layers[0])
     assert {nearness for _, nearness in flags(CachePolicy("auto", layers)).values()} == {"no equivalent"}
-
-
-@pytest.mark.parametrize(("even", "start"), [(0, 0), (1600, 1600), (9999, 8128), (NEVER, 8128), (None, 0)])
-def test_the_released_policy_starts_at_its_break_even(even: int | None, start: int) -> None:
-    released = bound(kivi("kivi4", 4), even, 8128)
-    assert (released.min_length, released.max_length) == (start, 8128)
-    assert released.id == kivi("kivi4", 4).id
-    assert activation(released, even).endswith("up to 8,128 tokens")
-
-
-def test_case_14_never_is_said() -> None:
-    assert activation(bound(kivi("kivi4", 4), NEVER, 8128), NEVER).startswith("no break-even, slower at every length")

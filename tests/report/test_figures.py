@@ -1,5 +1,6 @@
 """Figures and their Vega templates. `python -m pytest tests/report/test_figures.py`"""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from made_up import LIMITS, Run
 
 from kvdrift.report.figures import (
     FLOOR,
+    PANELS,
     draw_frontier,
     draw_heatmap,
     draw_latency,
@@ -17,10 +19,11 @@ from kvdrift.report.figures import (
     latency_rows,
     recall_rows,
 )
-from kvdrift.report.frontier import choose, frontier_rows
-from kvdrift.report.verdict import judge
+from kvdrift.report.frontier import BreakEven, choose, frontier_rows
+from kvdrift.report.verdict import NEVER, judge
 
 TEMPLATES = Path(__file__).parent.parent.parent / ".dvc" / "plots"
+EVENS = {"exact": BreakEven(None, None), "kivi4": BreakEven(1600, 293), "kivi2": BreakEven(0, 300)}
 AXES = {
     "heatmap": ("bucket", "layer"),
     "recall": ("length", "depth"),
@@ -36,7 +39,7 @@ def rows(run: Run) -> dict[str, list[dict[str, Any]]]:
         "heatmap": heatmap_rows(verdicts),
         "recall": recall_rows(verdicts),
         "frontier": frontier_rows(verdicts, choose(verdicts)),
-        "latency": latency_rows({name: run.evidence(name).latency for name in run.policies}),
+        "latency": latency_rows({name: run.evidence(name).latency for name in run.policies}, EVENS),
     }
 
 
@@ -60,11 +63,26 @@ def test_latency_keeps_the_workload_of_a_length_and_marks_only_a_crossing(run: R
     assert latency is not None
     reused = {**latency["rows"][0], "context": 64, "reuse": "evicted"}
     longer = {**latency["rows"][2], "generated": 1000, "candidate_p50_ms": 1.0}
-    found = latency_rows({"kivi4": {**latency, "rows": [*latency["rows"], reused, longer]}, "int4": None})
+    found = latency_rows({"kivi4": {**latency, "rows": [*latency["rows"], reused, longer]}, "int4": None}, EVENS)
     assert len(found) == 6
-    assert {row["break_even"] for row in found} == {1600}
-    never = {"1": {"tokens": None, "verdict": "never"}}
-    assert {row["break_even"] for row in latency_rows({"kivi4": {**latency, "break_even": never}})} == {None}
+    assert {(row["faster"], row["smaller"], row["even"]) for row in found} == {(1600, 293, "faster 1,600, smaller 293")}
+    never = latency_rows({"kivi4": latency}, {"kivi4": BreakEven(NEVER, 293)})
+    assert {(row["faster"], row["even"]) for row in never} == {(None, "faster never, smaller 293")}
+    nothing = latency_rows({"exact": latency}, EVENS)
+    assert {(row["faster"], row["smaller"], row["even"]) for row in nothing} == {(None, None, "no break-even")}
+
+
+def test_pictures_take_their_rows_and_the_gates_limits(rows: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    draw_heatmap(rows["heatmap"], tmp_path / "plain.png", {})
+    draw_heatmap(rows["heatmap"], tmp_path / "heatmap.png", dict.fromkeys(PANELS, 0.002), "kivi4")
+    draw_recall(rows["recall"], tmp_path / "recall.png")
+    draw_frontier(rows["frontier"], tmp_path / "unlimited.png")
+    draw_frontier(rows["frontier"], tmp_path / "frontier.png", 0.6, 0.02)
+    draw_latency(rows["latency"], tmp_path / "latency.png")
+    drawn = {path.stem: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert all(drawn.values())
+    assert drawn["plain"] != drawn["heatmap"]
+    assert drawn["unlimited"] != drawn["frontier"]
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -78,7 +96,7 @@ def test_template_takes_the_rows(name: str, rows: dict[str, list[dict[str, Any]]
 
 
 def test_nothing_measured_still_draws(tmp_path: Path) -> None:
-    for draw in (draw_heatmap, draw_recall, draw_frontier, draw_latency):
-        draw([], tmp_path / "empty.png")
+    for draw in (partial(draw_heatmap, limits={}), draw_recall, draw_frontier, draw_latency):
+        draw([], path=tmp_path / "empty.png")
         assert (tmp_path / "empty.png").stat().st_size
         (tmp_path / "empty.png").unlink()
