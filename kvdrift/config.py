@@ -73,7 +73,8 @@ class Composition:
 
     file: str
     """The primary YAML, relative to the repository."""
-    values: dict[str, Any]
+    values: Any
+    """The file's plain data: a mapping, unless it is ill-formed."""
     choices: dict[str, str]
     """Group → chosen option, whose keys lie under the group's name."""
 
@@ -167,14 +168,17 @@ def check(composition: Composition, schema: type[C]) -> C:
     return made
 
 
-def read_yaml(path: Path) -> Any:
-    """Plain data. Raises ConfigError where there is no such file, or it is not YAML."""
+def read_yaml(path: Path, resolve: bool = True) -> Any:
+    """Plain data, with `resolve` its ${interpolations} filled in. Raises ConfigError where there is no such file, or it
+    is not YAML."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
     except UNREADABLE as error:
         raise _unreadable(path.stem, error) from error
     except (OSError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} can't be read: {_one_line(error)}. Write it anew.") from error
+        raise ConfigError(
+            f"{os.path.relpath(path)} can't be read: {_one_line(error)}. Mend it and run again."
+        ) from error
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 from kvdrift.config import Profile, stage
-from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,8 @@ class GenerateConfig:
     out: Path
 
     def __post_init__(self) -> None:
-        require(self, filled=("modes",))
+        if "greedy" not in self.modes:
+            raise ValueError(f"modes is {self.modes}; greedy is what drift is counted in, so add it")
 
 
 @stage("generate")
@@ -34,8 +34,10 @@ def main(config: GenerateConfig) -> None:
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache
     from kvdrift.measure import replay, text
+    from kvdrift.measure.compounding import step_kl
     from kvdrift.measure.plans import read_plan
     from kvdrift.measure.reference import stored
+    from kvdrift.prompts.batches import rows_of
     from kvdrift.prompts.graders import grade
     from kvdrift.prompts.prompt import from_frame
 
@@ -51,12 +53,16 @@ def main(config: GenerateConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     rows = []
     tasks = [(batch, mode) for batch in batches if batch.prompts[0].task for mode in config.modes]
+    longest = max(batch.prompts[0].max_new_tokens for batch, _ in tasks)  # where errors have the most steps to add up
     for batch, mode in tqdm(tasks, desc=f"generate {config.plan}", unit="batch"):
         cache = PackedCache(policy, model.config, dtype=model.dtype)
-        batch.fill(cache, model.device, tokens=batch.length - 1)
-        new = batch.prompts[0].max_new_tokens
-        out = replay.generate(model, cache, batch.prefix.to(model.device), new, mode, config.profile.seed, stop)
-        for prompt, tokens in zip(batch.prompts, out.tokens, strict=True):
+        picked = rows_of(mode, len(batch.prompts))
+        batch.fill(cache, model.device, tokens=batch.length - 1, rows=picked)
+        new, prefix = batch.prompts[0].max_new_tokens, batch.prefix[picked].to(model.device)
+        out = replay.generate(model, cache, prefix, new, mode, config.profile.seed, stop)
+        follow = mode == "greedy" and new == longest
+        kls = step_kl(model, batch, policy, out.tokens) if follow else [None] * len(picked)
+        for prompt, tokens, kl in zip([batch.prompts[row] for row in picked], out.tokens, kls, strict=True):
             before = reference[prompt.id, mode]
             output = tokenizer.decode(tokens, skip_special_tokens=True)
             was, now = (grade(prompt.task, answer, prompt.answer) for answer in (before["text"], output))
@@ -69,12 +75,12 @@ def main(config: GenerateConfig) -> None:
             row |= {"valid_format_reference": was.valid_format, "valid_format": now.valid_format}
             row |= {"refused_reference": was.refused, "refused": now.refused}
             row |= {"first_divergence": text.first_divergence(before["tokens"], tokens)}
-            row |= {"edit_distance": text.edit_distance(before["tokens"], tokens)}
+            row |= {"step_kl": kl, "edit_distance": text.edit_distance(before["tokens"], tokens)}
             rows.append(row)
-    lists = {"tokens_reference": pl.List(pl.Int64), "tokens": pl.List(pl.Int64), "first_divergence": pl.Int64}
-    pl.DataFrame(rows, schema_overrides=lists | {"depth": pl.Float64}, infer_schema_length=None).write_parquet(
-        config.out / f"{config.plan}.parquet", metadata={"policy": policy.id}
-    )
+    nullable = {"first_divergence": pl.Int64(), "depth": pl.Float64(), "step_kl": pl.List(pl.Float64)}
+    nullable |= dict.fromkeys(("tokens_reference", "tokens"), pl.List(pl.Int64))
+    frame = pl.DataFrame(rows, schema_overrides=nullable, infer_schema_length=None)
+    frame.write_parquet(config.out / f"{config.plan}.parquet", metadata={"policy": policy.id})
 
 
 if __name__ == "__main__":

@@ -2,40 +2,45 @@
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from kvdrift import preflight
-from kvdrift.config import Profile, stage
-from kvdrift.models import ModelSource
+from kvdrift.config import stage
+from kvdrift.fingerprint import software_fingerprint
+from kvdrift.preflight import examine
+from kvdrift.ranges import require
 
 
 @dataclass(frozen=True)
 class PreflightConfig:
-    """`chunk_tokens`: teacher forcing's."""
+    """Profile, model and corpus are checked with all the rest, so that whatever is wrong is told at once."""
 
-    profile: Profile
-    model: ModelSource
+    profile: dict[str, Any]
+    model: dict[str, Any]
     corpus: dict[str, Any]
-    chunk_tokens: int
+    chunk_tokens: Literal[16]
+    """Teacher forcing's."""
+    disk_limit_gib: float
+    """The most that the reference may write."""
     out: Path
+
+    def __post_init__(self) -> None:
+        require(self, disk_limit_gib=(0.001, 1e6))
 
 
 @stage("preflight")
 def main(config: PreflightConfig) -> None:
-    root = Path.cwd()
-    selections = preflight.read_selections(root)
-    compositions = preflight.check_stages(root, selections)
-    shape = preflight.check_model(config.model)
-    preflight.check_policies(root, preflight.used_policies(root, selections), shape)
-    tokens = preflight.check_corpus(config.corpus, shape, f"conf/corpus/{selections.corpus}.yaml")
-    preflight.check_disk(root, tokens, shape)
-    device = preflight.device_fingerprint(config.profile, config.chunk_tokens)
+    given = {"profile": config.profile, "model": config.model, "corpus": config.corpus}
+    sound = examine(Path.cwd(), given, config.chunk_tokens, config.disk_limit_gib)
+    for doubt in sound.doubts:
+        print(f"[preflight] warning: {doubt}", file=sys.stderr)
     config.out.mkdir(parents=True, exist_ok=True)
-    write(config.out / "device.json", device)
-    write(config.out / "software.json", preflight.software_fingerprint())
-    print(f"{compositions} configurations fit {config.model.id}; {device['device']}, backend {device['backend']}")
+    write(config.out / "device.json", sound.device)
+    write(config.out / "software.json", software_fingerprint())
+    device, backend = sound.device["device"], sound.device["backend"]
+    print(f"{sound.compositions} configurations fit {sound.model.id}; {device}, backend {backend}")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from closure import ROOT, closure
 
+from kvdrift.composed import load_stage
 from kvdrift.config import compose
-from kvdrift.preflight import load_stage
 
 DECLARED: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())
 STAGES = sorted(DECLARED["stages"])

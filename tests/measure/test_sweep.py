@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvdrift.composed import load_stage
 from kvdrift.config import check, compose
 from kvdrift.ledger import CacheShape, account, load_policy
 from kvdrift.measure.capacity import largest, predicted
 from kvdrift.measure.partial import partial
 from kvdrift.measure.sweep import CapacityTrial, Point, Scheduler, Sweep, Workload, points
-from kvdrift.preflight import load_stage
 
 SWEEP = Sweep(
     contexts=[128, 512, 8192], batches=[1, 4, 64], outputs=[16], grid="factors", pairs=8, prefill_contexts=[512],

@@ -15,8 +15,8 @@ import polars as pl
 import pytest
 from made_up import Run, made_up
 
+from kvdrift.composed import load_stage
 from kvdrift.config import check, compose
-from kvdrift.preflight import load_stage
 
 ROOT = Path(__file__).parent.parent.parent
 PLOTS = ("heatmap", "recall", "frontier", "latency")
@@ -76,12 +76,14 @@ def test_the_receipt_opens_with_the_decision_and_its_gates(finished: Run) -> Non
     lines = (finished.root / "data/release/receipt.md").read_text().splitlines()
     assert lines[0] == "# Decision: ship kivi4 on tiny"
     assert lines[2] == "## Why"
-    assert "| gate | measured | limit | status | detail |" in lines[:14]
+    assert "| gate | measured | limit | status | what is measured | detail |" in lines[:14]
     for title in (
         "Policy",
         "Tensors",
         "Memory",
         "Latency",
+        "Capacity",
+        "Needle recall",
         "Worst cells",
         "Cohorts",
         "Changed examples",
@@ -93,6 +95,10 @@ def test_the_receipt_opens_with_the_decision_and_its_gates(finished: Run) -> Non
     for above, line in pairwise(lines):
         if above.startswith("|") and line.startswith("|"):
             assert line.replace("\\|", "").count("|") == above.replace("\\|", "").count("|")
+    text = "\n".join(lines)
+    assert "computed, not measured at this length" in text
+    assert "faster from 1,600 tokens on" in text
+    assert "Changed outcomes in all cohorts: greedy 0 right → wrong" in text
     page = (finished.root / "data/release/receipt.html").read_text()
     assert "<h1>Decision: ship kivi4 on tiny</h1>" in page
 
@@ -158,12 +164,12 @@ def test_a_model_that_gets_nothing_right_keeps_the_exact_cache(run: Run) -> None
     assert (run.root / "data/release/receipt.md").read_text().startswith("# Decision: stay exact on tiny")
 
 
-def test_show_prints_a_table_of_at_most_120_columns(finished: Run) -> None:
+def test_show_prints_a_table_of_at_most_160_columns(finished: Run) -> None:
     command = [sys.executable, "-m", "kvdrift.report.show"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=finished.root, env=environment, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 160
     assert any(line.startswith("kivi4") and "chosen" in line for line in lines)
     assert "receipt   data/release/receipt.md" in lines
     nowhere = subprocess.run(command, cwd=finished.root / "plots", env=environment, capture_output=True, text=True)

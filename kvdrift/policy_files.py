@@ -1,0 +1,117 @@
+"""The policies of `conf/policy/` that a run uses: each well formed, fit for the model, and free to escalate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdrift.config import Composition, ConfigError, check, read_yaml
+from kvdrift.layout import HEADER_BYTES, block_layout
+from kvdrift.ledger import CacheShape
+from kvdrift.policy import CachePolicy, PolicyError, from_dict
+from kvdrift.ranges import require
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """`search` of a policy whose bits are searched for: the budget, and the quantizers to choose from."""
+
+    bits_per_element: float
+    choices: dict[int | str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        require(self, filled=("choices",), bits_per_element=(0, 16))
+
+
+def used_policies(root: Path, named: Sequence[str]) -> list[str]:
+    """The policies that are `named`, and what they escalate to. Raises ConfigError for those that there aren't."""
+    used = dict.fromkeys([*named, "exact"])
+    options = sorted(path.stem for path in (root / "conf" / "policy").glob("*.yaml"))
+    for name in [name for name in used if name in options]:
+        raw = read_yaml(root / "conf" / "policy" / f"{name}.yaml")
+        steps = raw.get("escalation") if isinstance(raw, dict) else None
+        used |= dict.fromkeys(filter(_is_text, steps if isinstance(steps, list) else ()))
+    unknown = [name for name in used if name not in options]
+    if unknown:
+        raise ConfigError(
+            *(
+                f"policy {name!r}, to be probed or escalated to, is unknown; allowed: {', '.join(options)}. "
+                f"Choose one of these or write conf/policy/{name}.yaml."
+                for name in unknown
+            )
+        )
+    return list(used)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def check_policy(root: Path, name: str, searched: str, shape: CacheShape | None) -> None:
+    """The policy's file is well formed and fits the model; the one that is `searched` with each of its choices.
+
+    Raises ConfigError.
+    """
+    file = f"conf/policy/{name}.yaml"
+    raw = read_yaml(root / file)
+    try:
+        if not isinstance(raw, dict):
+            raise PolicyError(f"the file holds {raw!r}; write key, value and what else docs/quantizers.md lists")
+        if raw.get("name", name) != name:
+            raise PolicyError(f"name is {raw['name']!r}; a policy is called as its file, so remove it")
+        if isinstance(raw.get("escalation"), list) and searched in raw["escalation"]:
+            raise PolicyError(f"escalation names {searched!r}, whose bits are searched for; allowed: any other policy")
+        if name == searched:
+            _check_searched(raw, name, file, shape)
+        elif "search" in raw:
+            raise PolicyError(
+                f"search is set; allowed: only in {searched}.yaml, which conf/search.yaml selects. Remove it"
+            )
+        else:
+            _bound(raw, name, shape)
+    except PolicyError as error:
+        raise ConfigError(f"{file}: {error}. Edit it and run again.") from error
+
+
+def _check_searched(raw: dict[str, Any], name: str, file: str, shape: CacheShape | None) -> None:
+    frame = {key: value for key, value in raw.items() if key != "search"}
+    if "search" not in raw:
+        raise PolicyError(
+            "search is missing; conf/search.yaml selects this policy. Give it bits_per_element and choices"
+        )
+    if extra := sorted({"key", "value", "layers"} & frame.keys()):
+        raise PolicyError(f"{extra[0]} is set beside search; the search chooses it, so remove it")
+    space = check(Composition(file, {"search": raw["search"]}, {}), _Searched).search
+    bits = []
+    for choice, tensors in space.choices.items():
+        if sorted(tensors) != ["key", "value"] or None in tensors.values():
+            raise PolicyError(f"search.choices.{choice} is {tensors!r}; allowed: a quantizer for key and one for value")
+        policy = _bound({**frame, **tensors}, name, shape)
+        if shape is not None:
+            bits.append(_bits(policy, shape))
+    if bits and space.bits_per_element < min(bits):
+        least = math.ceil(100 * min(bits)) / 100
+        raise PolicyError(
+            f"search.bits_per_element is {space.bits_per_element}; allowed: {least} to 16, the fewest bits "
+            "that any choice takes on this model"
+        )
+
+
+@dataclass(frozen=True)
+class _Searched:
+    search: SearchSpace
+
+
+def _bound(raw: dict[str, Any], name: str, shape: CacheShape | None) -> CachePolicy:
+    made = from_dict(raw, name)
+    return made if shape is None else made.bind(shape.layers, shape.head_dim)
+
+
+def _bits(policy: CachePolicy, shape: CacheShape) -> float:
+    """What the search counts of a packed element: codes, scales, lows and header, without the page's padding."""
+    page = block_layout(policy.layers[0], policy.block, shape.kv_heads, shape.head_dim, shape.dtype_bytes)
+    size = sum(tensor.codes_bytes + tensor.scales_bytes + tensor.lows_bytes for tensor in (page.key, page.value))
+    return 8 * (size + HEADER_BYTES) / (2 * shape.kv_heads * shape.head_dim * policy.block)
