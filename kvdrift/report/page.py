@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 NOT_MEASURED = "not measured"
 NEARLY, CLOSEST = 1e-3, 1e-7
@@ -97,5 +98,6 @@ def environment() -> Environment:
     found.tests["number"] = lambda text: re.fullmatch(r"[−-]?[\d.,e+-]+( (ms|MiB))?|–", text) is not None
     found.tests["table"] = lambda block: isinstance(block, Table)
     found.tests["picture"] = lambda block: isinstance(block, Picture)
+    found.filters["prose"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
     return found

@@ -35,6 +35,11 @@ def test_numbers_are_told_from_words(text: str, number: bool) -> None:
     assert environment().from_string("{{ text is number }}").render(text=text) == str(number)
 
 
+def test_prose_is_escaped_before_its_code_is_marked() -> None:
+    page = environment().from_string("{{ text | prose }}").render(text="a < `b` > <script>")
+    assert page == "a &lt; <code>b</code> &gt; &lt;script&gt;"
+
+
 def attention(*itl: float | None, exact: float | None = 0.99, ms: float | None = None) -> dict[str, Any]:
     rows = [{"policy": f"p{n}", "bits": 2.0 + n, "itl": value, "attention_ms": ms} for n, value in enumerate(itl)]
     return {"reference": "sdpa", "candidate": "kernel", "exact_itl": exact, "exact_ms": ms, "policies": rows}
