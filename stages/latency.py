@@ -37,7 +37,7 @@ def main(config: LatencyConfig) -> None:
 
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache  # noqa: F401 (registers the attention function)
-    from kvdrift.measure import layers, service, timing
+    from kvdrift.measure import layers, machine, service, timing
     from kvdrift.measure.bench import Bench, read_prefix
     from kvdrift.measure.partial import partial
     from kvdrift.measure.plans import read_plan
@@ -52,6 +52,7 @@ def main(config: LatencyConfig) -> None:
     batch = max(stored(config.reference, from_frame(pl.read_parquet(config.prompts))), key=lambda b: b.length)
     prefix = read_prefix(batch.path, batch.prefix, model.device)
     bench = Bench(model, policy, prefix, config.scheduler.prefill_chunk)
+    before = machine.state(bench.device)
     first = target(config.workload, prefix.length)
 
     inputs = [asdict(config), policy.to_dict(), json.loads(config.device.read_text())]
@@ -80,6 +81,7 @@ def main(config: LatencyConfig) -> None:
             for name in sweep.peers
         },
     }
+    content["machine"] = machine.settings(bench.device) | {"before": before, "after": machine.state(bench.device)}
     content["headline"] = service.headline(content["rows"], kept.once("peaks", lambda: service.peaks(bench, first)))
     content["unavailable"] = [name for name in ("energy", "cold_start") if content[name] == "unavailable"]
     content["unavailable"] += [f"peer {name}" for name, figures in content["peers"].items() if isinstance(figures, str)]

@@ -1,4 +1,4 @@
-"""Energy counters of this machine: NVML for a GPU, RAPL for a CPU."""
+"""Energy counters and clocks of this machine: NVML for a GPU, RAPL for a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 RAPL = Path("/sys/class/powercap")
 Counter = Callable[[], float]
+SM_CLOCK = 1
+"""NVML's name of the clock that kernels run at."""
 
 
 def counter(device: torch.device) -> Counter | None:
@@ -28,14 +30,30 @@ def _rapl() -> Counter | None:
     return lambda: sum(int(file.read_text()) for file in files) / 1e6
 
 
-def _nvml(index: int) -> Counter | None:
+def gpu_clock(index: int) -> int | None:
+    """MHz of the GPU's SM clock now; None where NVML doesn't tell."""
+    found, megahertz = _handle(index), ctypes.c_uint()
+    if found is None or found[0].nvmlDeviceGetClockInfo(found[1], SM_CLOCK, ctypes.byref(megahertz)):
+        return None
+    return megahertz.value
+
+
+def _handle(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    handle = ctypes.c_void_p()
     if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
         return None
+    return library, handle
+
+
+def _nvml(index: int) -> Counter | None:
+    found, millijoules = _handle(index), ctypes.c_ulonglong()
+    if found is None:
+        return None
+    library, handle = found
 
     def read() -> float:
         library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
