@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 import torch
@@ -13,12 +15,12 @@ CPU = torch.device("cpu")
 
 
 def test_the_state_is_what_the_system_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_freq", lambda: psutil._common.scpufreq(2596.12, 0, 0))
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=2596.12))
     monkeypatch.setattr(psutil, "getloadavg", lambda: (3.456, 0.0, 0.0))
     assert machine.state(CPU) == {"clock_mhz": 2596, "load": 3.46}
 
 
-@pytest.mark.parametrize("told", [None, psutil._common.scpufreq(0, 0, 0)], ids=["nothing", "zero"])
+@pytest.mark.parametrize("told", [None, SimpleNamespace(current=0.0)], ids=["nothing", "zero"])
 def test_a_clock_that_cannot_be_read_is_unavailable_and_never_zero(
     told: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
