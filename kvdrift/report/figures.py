@@ -96,7 +96,7 @@ def draw_heatmap(rows: Rows, path: Path, limits: Mapping[str, float], chosen: st
     buckets = sorted({row["bucket"] for row in rows})
     labels = [f"{a:,}–{b - 1:,}" for a, b in pairwise(buckets)] + [f"from {buckets[-1]:,}"]
     figure = Figure(figsize=(1.8 + 1.7 * len(policies), 1.6 + 3 * max(1.7, layers / 11)), layout="constrained")
-    figure.suptitle("Where the error lands: layer × position; all cells of a panel share its logarithmic scale")
+    figure.suptitle("Where the error lands")
     grid = figure.subplots(len(PANELS), len(policies), squeeze=False, sharex=True, sharey=True)
     for panel, axes in zip(PANELS, grid, strict=True):
         values = [row["value"] for row in rows if row["panel"] == panel]
@@ -226,7 +226,7 @@ def draw_latency(rows: Rows, path: Path) -> None:
         ax.tick_params(axis="x", rotation=45)
     for ax in axes[len(policies) :]:
         ax.set_axis_off()
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2 if across < 3 else 4)
     _save(figure, path)
     return None
 
