@@ -100,9 +100,9 @@ class LayerPolicy:
 class CachePolicy:
     """A tensor policy for a whole model.
 
-    `layers` holds one entry a layer, or a single one that every layer shares. `min_length` (the measured break-even)
+    `layers` holds one entry a layer, or a single one that every layer shares. `min_length` (from where packing pays)
     and `max_length` (the longest length that was evaluated) say where the policy may run, not what it is, so they are
-    outside its id.
+    outside its id. Where packing never pays, `min_length` is beyond `max_length`.
     """
 
     name: str
