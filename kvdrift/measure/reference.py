@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from kvdrift.measure.replay import MODES, generate, score, stop_tokens
+from kvdrift.prompts.batches import rows_of
 from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt
 
 RECORDING = "kvdrift_recording"
@@ -97,17 +98,6 @@ def longest(batches: Sequence[Stored], cohort: str) -> tuple[Stored, int]:
     return max(found, key=lambda at: at[0].length)
 
 
-def bytes_needed(prompts: Sequence[Prompt], shape: Any, hidden: int, vocab: int) -> int:
-    """Disk that the reference of these prompts takes, in bytes."""
-    total = 0
-    for prompt in prompts:
-        scored = max(0, len(prompt.continuation) - 1)
-        total += len(prompt.tokens) * shape.layers * shape.token_bytes
-        per_position = shape.layers * (shape.query_heads * shape.head_dim + hidden) + vocab
-        total += scored * per_position * shape.dtype_bytes
-    return total
-
-
 @torch.inference_mode()
 def run(model: Any, prompts: Sequence[Prompt]) -> tuple[dict[str, Tensor], Any]:
     """Prefill one batch and teacher-force its continuations; returns the tensors to store and the cache, cropped back
@@ -147,13 +137,15 @@ def store(model: Any, tokenizer: Any, prompts: Sequence[Prompt], out: Path, seed
         save_file(tensors, out / f"{name}.safetensors")
         del tensors
         prefix = torch.tensor([p.tokens for p in group], device=model.device)
-        for mode in MODES if group[0].task else ():
+        for mode in MODES if group[0].task else ():  # greedy first, since only it needs every row of the cache
+            picked = rows_of(mode, len(group))
             cache.crop(prefix.shape[1] - 1 - cache.get_seq_length())
-            made = generate(model, cache, prefix, group[0].max_new_tokens, mode, seed, stop)
+            cache.batch_select_indices(torch.tensor(picked, device=model.device))
+            made = generate(model, cache, prefix[picked], group[0].max_new_tokens, mode, seed, stop)
             texts = tokenizer.batch_decode(made.tokens, skip_special_tokens=True)
             rows += [
-                {"prompt": p.id, "mode": mode, "tokens": t, "text": text}
-                for p, t, text in zip(group, made.tokens, texts, strict=True)
+                {"prompt": group[row].id, "mode": mode, "tokens": t, "text": text}
+                for row, t, text in zip(picked, made.tokens, texts, strict=True)
             ]
     schema: Any = {"prompt": pl.String, "mode": pl.String, "tokens": pl.List(pl.Int64), "text": pl.String}
     pl.DataFrame(rows, schema=schema).write_parquet(out / "generations.parquet")

@@ -19,8 +19,9 @@ REPEATED = "repeated_outliers"
 FACTS = (3, 2, 1)
 """How many codes an item plants side by side: as many as its cell has room for."""
 OUTLIER = "outlier"
-SIZES = (65, 56)
-"""Teacher-forced and generated tokens of an attack: longer than any other cohort's, so that errors can add up."""
+LONG = (65, 56)
+"""Teacher-forced and generated tokens of an attack on cells: longer than any other cohort's, so errors can add up."""
+SHORT = (17, 20)
 RUN = (8, 24)
 """Least and most tokens of a run of one repeated token, and of the filler between two runs."""
 
@@ -31,7 +32,7 @@ def attack(
     length: int,
     items: int,
     seed: int,
-    sizes: tuple[int, int] = SIZES,
+    sizes: tuple[int, int] = LONG,
 ) -> list[Prompt]:
     """`items` prompts of `length` tokens that plant their facts wholly inside the token ranges [start, stop).
 
@@ -65,7 +66,7 @@ def attack(
 
 
 def repeated(
-    tokenizer: Tokenizer, outliers: Sequence[int], length: int, items: int, seed: int, sizes: tuple[int, int] = SIZES
+    tokenizer: Tokenizer, outliers: Sequence[int], length: int, items: int, seed: int, sizes: tuple[int, int] = SHORT
 ) -> list[Prompt]:
     """`items` prompts of `length` tokens that recall a number from filler broken up by runs of one `outliers` token.
 

@@ -10,6 +10,9 @@ from kvdrift.prompts.prompt import Prompt
 MOST_TOKENS = 12_288
 """Prefix tokens of one batch. Long prompts run alone: CPU attention holds tokens² scores of every head at once."""
 
+SAMPLED = 8
+"""The most prompts of a batch that are sampled; greedy decoding, whose outcomes count, takes all."""
+
 
 def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Prompt]:
     """The prompts in their order, each with its `batch`: at most `size` prompts and MOST_TOKENS prefix tokens, all of
@@ -24,3 +27,8 @@ def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Promp
         most = max(1, min(size, MOST_TOKENS // length))
         named.append(replace(prompt, batch=f"{shape}-b{number // most:02d}"))
     return named
+
+
+def rows_of(mode: str, size: int) -> list[int]:
+    """Which rows of a batch of `size` prompts are generated in a mode; those that are sampled are evenly spread."""
+    return list(range(0, size, -(-size // SAMPLED) if mode == "sampled" else 1))

@@ -15,6 +15,7 @@ import polars as pl
 
 from kvdrift.ledger import account, bits_per_element
 from kvdrift.policy import packed_until
+from kvdrift.prompts.batches import rows_of
 from kvdrift.report.evidence import MODES, Evidence
 from kvdrift.report.strict import Each, Number, value_fault
 from kvdrift.report.tables import rows_fault, table_fault
@@ -25,6 +26,7 @@ NOISE = 1e-6
 Columns = dict[str, Any]
 
 COUNT, SIZE = Number(0, whole=True), Number(1, whole=True)
+COUNT_OR_NULL, SIZE_OR_NULL = Number(0, whole=True, or_null=True), Number(1, whole=True, or_null=True)
 POSITIVE, POSITIVE_OR_NULL = Number(1e-9), Number(1e-9, or_null=True)
 SHARE, COSINE, KL = Number(0, 1), Number(-1 - NOISE, 1 + NOISE), Number(-NOISE)
 ERROR = Number(0, or_null=True)
@@ -34,7 +36,9 @@ PACKING = {
     "policy": str,
     "bits_per_element": POSITIVE,
     "escalated_blocks": COUNT,
-    "memory": [{"tokens": SIZE, "format_bytes": SIZE, "held_bytes": SIZE, "escalated_blocks": COUNT}],
+    "memory": [
+        {"tokens": SIZE, "format_bytes": SIZE, "held_bytes": SIZE, "escalated_blocks": COUNT, "reconciled": bool}
+    ],
     "reconciled": bool,
 }
 LATENCY = {
@@ -43,15 +47,18 @@ LATENCY = {
     "rows": [
         dict.fromkeys(("batch", "context", "generated", "pairs"), SIZE)
         | {"phase": ("prefill", "decode"), "reuse": ("fresh", "shared_prefix", "continued_session", "evicted")}
-        | dict.fromkeys(("reference_p50_ms", "candidate_p50_ms", "ratio", "tokens_per_second"), POSITIVE)
-        | dict.fromkeys(("reference_p95_ms", "candidate_p95_ms", "p95_ratio"), POSITIVE_OR_NULL)
+        | dict.fromkeys(("ratio", "reference_p50_ms", "candidate_p50_ms"), POSITIVE)
+        | dict.fromkeys(("tokens_per_second", "reference_tokens_per_second"), POSITIVE)
+        | dict.fromkeys(("ratio_low", "ratio_high", "p95_ratio", "p95_ratio_low", "p95_ratio_high"), POSITIVE_OR_NULL)
+        | {f"{side}_p{q}_ms": POSITIVE_OR_NULL for side in ("reference", "candidate") for q in (95, 99)}
+        | dict.fromkeys(("bytes", "reference_bytes"), SIZE_OR_NULL)
     ],
     "headline": dict.fromkeys(("itl_ratio", "p95_ms", "p95_reference_ms", "p95_ratio"), POSITIVE)
     | dict.fromkeys(("p95_ratio_low", "p95_ratio_high", "ttft_ratio"), POSITIVE_OR_NULL)
     | dict.fromkeys(("held_bytes", "peak_bytes", "reference_held_bytes", "reference_peak_bytes"), SIZE),
     "break_even": Each(
-        {"verdict": ("always", "never", "crosses"), "tokens": Number(0, whole=True, or_null=True), "confidence": SHARE}
-        | dict.fromkeys(("low", "high"), Number(0, whole=True, or_null=True))
+        {"verdict": ("always", "never", "crosses"), "confidence": SHARE}
+        | dict.fromkeys(("tokens", "low", "high"), COUNT_OR_NULL)
     ),
     "attention_ms": [POSITIVE],
     "noise_floor": {"value": POSITIVE, "low": POSITIVE_OR_NULL, "high": POSITIVE_OR_NULL},
@@ -67,7 +74,7 @@ ERRORS: Columns = {
 }
 ATTENTION: Columns = {
     **dict.fromkeys(("prompt", "cohort", "slice"), TEXT),
-    **{"layer": COUNT, "bucket": Number(0, whole=True, or_null=True)},
+    **{"layer": COUNT, "bucket": COUNT_OR_NULL},
     **dict.fromkeys(("key_logits", "value_output", "combined_error"), ERROR),
     "jensen_shannon": Number(-NOISE, math.log(2) + NOISE, or_null=True),
     "top_overlap": Number(0, 1, or_null=True),
@@ -79,7 +86,7 @@ LOGITS: Columns = {
 }
 CELLS: Columns = {
     **{"prompt": TEXT, "tensor": TEXT, "layer": COUNT, "bucket": COUNT},
-    **dict.fromkeys(("start", "stop"), Number(0, whole=True, or_null=True)),
+    **dict.fromkeys(("start", "stop"), COUNT_OR_NULL),
     "kl": Number(-NOISE, or_null=True),
 }
 GENERATIONS: Columns = {
@@ -87,7 +94,7 @@ GENERATIONS: Columns = {
     **{"length": SIZE, "depth": Number(0, 1, or_null=True), "tokens": TOKENS, "tokens_reference": TOKENS},
     **dict.fromkeys(("score", "score_reference"), SHARE),
     **{f"{flag}{side}": FLAG for flag in ("correct", "valid_format", "refused") for side in ("", "_reference")},
-    **{"first_divergence": Number(0, whole=True, or_null=True), "edit_distance": COUNT},
+    **{"first_divergence": COUNT_OR_NULL, "edit_distance": COUNT},
 }
 
 
@@ -211,7 +218,7 @@ def _cells(found: pl.DataFrame, evidence: Evidence) -> str | None:
 
 
 def _generations(found: pl.DataFrame, evidence: Evidence) -> str | None:
-    """An answer to every task in each mode, its figures agreeing with its text and score."""
+    """An answer to every task, sampled ones too where a batch samples, its figures agreeing with its text and score."""
     fault = table_fault(found, GENERATIONS, ("prompt", "mode"))
     if fault:
         return fault
@@ -226,7 +233,10 @@ def _generations(found: pl.DataFrame, evidence: Evidence) -> str | None:
         wrong = found.filter(~rule)
         if not wrong.is_empty():
             return f"{name} of {wrong['prompt'][0]} ({wrong['mode'][0]}) is not what its tokens and score say"
-    tasks = evidence.prompts.filter(pl.col("task") != "").join(pl.DataFrame({"mode": MODES}), how="cross")
+    batches = evidence.prompts.filter(pl.col("task") != "").group_by("batch", maintain_order=True)
+    tasks = pl.concat(
+        rows[rows_of(mode, rows.height)].with_columns(mode=pl.lit(mode)) for _, rows in batches for mode in MODES
+    )
     return rows_fault(found, tasks.select("prompt", "cohort", "task", "mode", "length", "depth", "answer"))
 
 

@@ -9,6 +9,7 @@ import polars as pl
 
 from kvdrift.ledger import CacheShape, account, bits_per_element
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer, packed_until
+from kvdrift.prompts.batches import rows_of
 from kvdrift.prompts.prompt import EVALUATION, Prompt, to_frame
 from kvdrift.report.evidence import MODES, Evidence
 from kvdrift.report.limits import CellLimits, Limits, Workload
@@ -124,23 +125,23 @@ def packing(policy: CachePolicy) -> dict[str, Any]:
     rows = []
     for tokens in sorted({len(prompt.tokens) for prompt in PROMPTS}):
         size = account(policy, SHAPE, tokens, 1).format_bytes
-        row = {"tokens": tokens, "batch": 1, "format_bytes": size, "held_bytes": size, "escalated_blocks": 0}
+        row = {"tokens": tokens, "format_bytes": size, "held_bytes": size, "escalated_blocks": 0}
         rows.append(row | {"reconciled": True})
     bits = bits_per_element(policy, SHAPE)
     return {"policy": policy.id, "bits_per_element": bits, "escalated_blocks": 2, "memory": rows, "reconciled": True}
 
 
-def cells(policy: CachePolicy, prompt: Prompt) -> list[tuple[int, range]]:
+def cells(policy: CachePolicy, prompt: Prompt, layer: int) -> list[tuple[int, range]]:
     """The buckets of a prompt, and the tokens that the policy packs in each."""
-    stop = packed_until(policy, len(prompt.tokens))
-    ends = [*BUCKETS[1:], len(prompt.tokens)]
-    return [(start, range(start, max(start, min(end, stop)))) for start, end in zip(BUCKETS, ends, strict=True)]
+    stop = 0 if policy.layer(layer).is_exact else packed_until(policy, len(prompt.tokens))
+    spans = [(policy.sink_tokens, BUCKETS[1]), *zip(BUCKETS[1:], (*BUCKETS[2:], 8192), strict=True)]
+    return [(bucket, range(start, min(end, stop))) for bucket, (start, end) in zip(BUCKETS, spans, strict=True)]
 
 
 def packed(policy: CachePolicy, chosen: list[Prompt]) -> list[tuple[Prompt, int]]:
     """These prompts with each packed layer, if anything of them is packed."""
     reached = [prompt for prompt in chosen if packed_until(policy, len(prompt.tokens)) > 0]
-    return [(prompt, layer) for prompt in reached for layer in range(SHAPE.layers)]
+    return [(prompt, n) for prompt in reached for n in range(SHAPE.layers) if not policy.layer(n).is_exact]
 
 
 def firsts() -> list[Prompt]:
@@ -154,7 +155,7 @@ def errors_frame(policy: CachePolicy) -> pl.DataFrame:
         | {"rel_l2": 0.1, "max_abs": 0.5, "saturated": 0.001 * layer}
         for prompt, layer in packed(policy, firsts())
         for tensor in ("key", "value")
-        for bucket, span in cells(policy, prompt)
+        for bucket, span in cells(policy, prompt, layer)
         if span
     ]
     strings = dict.fromkeys(("prompt", "cohort", "tensor", "role"), pl.String)
@@ -191,7 +192,7 @@ def cells_frame(policy: CachePolicy, kl: float) -> pl.DataFrame:
         | {"kl": kl * (1 + layer) / 10 if span else None}
         for prompt in probes
         for layer in range(SHAPE.layers)
-        for bucket, span in cells(policy, prompt)
+        for bucket, span in cells(policy, prompt, layer)
     ]
     schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64, "start": pl.Int64, "stop": pl.Int64}
     return pl.DataFrame(rows, schema=schema | {"tensor": pl.String, "kl": pl.Float64})
@@ -208,19 +209,29 @@ def logits_frame(kl: float) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
+def tasks(mode: str) -> list[Prompt]:
+    """The prompts that are generated in a mode."""
+    batches: dict[str, list[Prompt]] = {}
+    for prompt in [*PROMPTS, *prompts(attack=True)]:
+        if prompt.task:
+            batches.setdefault(prompt.batch, []).append(prompt)
+    return [rows[at] for rows in batches.values() for at in rows_of(mode, len(rows))]
+
+
 def generations_frame(exact: bool) -> pl.DataFrame:
     rows = []
     for mode in MODES:
-        for prompt in (prompt for prompt in [*PROMPTS, *prompts(attack=True)] if prompt.task):
+        for prompt in tasks(mode):
             worded = not exact and prompt.id == "copy-320-0"
             row = {"prompt": prompt.id, "cohort": prompt.cohort, "task": prompt.task, "mode": mode}
             row |= {"length": len(prompt.tokens), "depth": prompt.depth, "answer": prompt.answer}
             row |= {"output_reference": "It is <b>12345</b>.", "output": "12345 | it is." if worded else "12345"}
             row |= {"tokens_reference": [1, 2], "tokens": [2] if worded else [1, 2]}
             row |= {"score_reference": 1.0, "score": 1.0, "correct_reference": True, "correct": True}
+            row |= {"step_kl": [0.0, 0.001] if prompt.cohort == "attack" and mode == "greedy" else None}
             row |= {"valid_format_reference": True, "valid_format": True, "refused_reference": False, "refused": False}
             rows.append(row | {"first_divergence": 0 if worded else None, "edit_distance": int(worded)})
-    kinds = {"first_divergence": pl.Int64, "depth": pl.Float64}
+    kinds = {"first_divergence": pl.Int64, "depth": pl.Float64, "step_kl": pl.List(pl.Float64)}
     return pl.DataFrame(rows, schema_overrides=kinds, infer_schema_length=None)
 
 
@@ -229,9 +240,12 @@ def latency(policy: CachePolicy) -> dict[str, Any]:
     workload = LIMITS.workload
     rows = [
         {"batch": 1, "context": context, "generated": 64, "pairs": 64, "phase": "decode", "reuse": "fresh"}
-        | {"ratio": 0.9, "ratio_low": 0.88, "ratio_high": 0.93, "p95_ratio": 0.95}
+        | {"ratio": 0.9, "ratio_low": 0.88, "ratio_high": 0.93}
+        | {"p95_ratio": 0.95, "p95_ratio_low": 0.93, "p95_ratio_high": 0.97}
         | {"reference_p50_ms": 50 + context / 400, "candidate_p50_ms": 52 + context / 800}
-        | {"reference_p95_ms": 60.0, "candidate_p95_ms": 57.0, "p99": None, "tokens_per_second": 19.0}
+        | {"reference_p95_ms": 60.0, "candidate_p95_ms": 57.0}
+        | {"reference_p99_ms": None, "candidate_p99_ms": None}
+        | {"reference_tokens_per_second": 17.0, "tokens_per_second": 19.0, "reference_bytes": 2, "bytes": 1}
         for context in (workload.context, 512, 2048)
     ]
     ledger = account(policy, SHAPE, workload.context, workload.batch)
