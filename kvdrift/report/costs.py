@@ -59,6 +59,7 @@ def _latency(receipt: Mapping[str, Any]) -> list[Block]:
             for name, peer in sorted(peers.items())
         ]
         blocks += ["Transformers' other caches at the workload:", Table(("cache", "step over exact", "95 %"), rows)]
+    blocks += [_machine(machine)] if (machine := latency.get("machine")) else []
     return [*blocks, *_break_even(receipt, latency)]
 
 
@@ -138,6 +139,17 @@ def _noise(latency: Mapping[str, Any]) -> str:
     return (
         f"Noise floor: the reference against itself gave a ratio of {shown(floor.get('value'))} "
         f"({interval(floor)}); what lies within is no difference. Energy: {shown_energy}."
+    )
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    """What the timings were taken on, and what else ran beside them."""
+    before, after = machine["before"], machine["after"]
+    return (
+        f"Taken with {machine['threads']} threads on {machine['processors']} processors, {machine['backend']} kernels, "
+        f"torch {machine['torch']}, transformers {machine['transformers']}, python {machine['python']}. Clock in MHz: "
+        f"{shown(before['clock_mhz'])} before, {shown(after['clock_mhz'])} after. Load of the machine, of which this "
+        f"measurement is {machine['threads']}: {shown(before['load'])} before, {shown(after['load'])} after."
     )
 
 

@@ -132,6 +132,22 @@ def test_what_was_computed_is_not_called_held() -> None:
     assert (block.rows[1][1], block.rows[1][5]) == ("4,160 (byte break-even)", "0.50 MiB")
 
 
+def test_the_machine_of_a_timing_is_told() -> None:
+    versions = {"torch": "2.13.0", "transformers": "5.24.0", "python": "3.11.7", "backend": "native"}
+    state = {"clock_mhz": "unavailable", "load": 1.5}
+    found = versions | {"threads": 2, "processors": 4, "before": state, "after": {"clock_mhz": 2600, "load": 2.25}}
+    receipt = {
+        "memory": [],
+        "escalated_blocks": 0,
+        "attention": attention(0.3),
+        "latency": {"machine": found},
+        "decision": {"packs": False, "break_even": {"faster": None, "smaller": None}},
+    }
+    text = " ".join(block for block in costs(receipt, {})[1].blocks if isinstance(block, str))
+    assert "Taken with 2 threads on 4 processors, native kernels" in text
+    assert "unavailable before, 2,600 after" in text
+
+
 def row(policy: str, failed: list[str]) -> dict[str, Any]:
     metrics = dict.fromkeys(("bits", "bytes", "itl", "kl", "kl_p99", "recall"), 0.123456) | {"drift": 3}
     gates = [{"name": name, "detail": "", "measured": 1.0} for name in failed]
