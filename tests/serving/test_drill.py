@@ -13,9 +13,10 @@ from kvdrift.cache.block import Identity
 from kvdrift.cache.layer import PackedLayer
 from kvdrift.cache.pool import PoolExhausted
 from kvdrift.policy import CachePolicy, from_dict
-from kvdrift.serving import drill, drill_cache, handover
+from kvdrift.serving import drill, drill_cache, drill_door, handover
 from kvdrift.serving.admission import make_room
 from kvdrift.serving.canary import Alarms, Release, tripped
+from kvdrift.serving.checks import CACHE, DOOR, FALLBACK, REQUIRED
 from kvdrift.serving.killswitch import Session
 from kvdrift.serving.mirror import Mirrored, sampled
 
@@ -52,7 +53,14 @@ def subject(model: Any, policy: CachePolicy, eviction: Any = "none") -> drill.Su
 def test_every_rail_holds(llama_bf16: Any, policy: CachePolicy) -> None:
     checks = drill.run(subject(llama_bf16, policy))
     assert [c for c in checks if not c.passed] == []
-    assert len(checks) == 16
+    assert [c.name for c in checks] == [name for name in REQUIRED if name != FALLBACK]
+
+
+def test_every_check_that_is_defined_is_required() -> None:
+    for module, names in ((drill_door, DOOR), (drill_cache, CACHE)):
+        defined = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__ and callable(x)]
+        assert [x.__name__ for x in defined if not x.__name__.startswith("_")] == list(names)
+    assert len(set(REQUIRED)) == len(REQUIRED) == 17
 
 
 def test_eviction_of_the_oldest(llama_bf16: Any) -> None:
