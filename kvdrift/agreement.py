@@ -27,12 +27,10 @@ def disagreements(
             f"{files['latency']}: capacity.budget_mib is null, which is a GPU's free memory, but the device is cpu; "
             "allowed here: a number of MiB."
         )
-    shapes = Counter(
-        (length, each.continuation, each.max_new_tokens)
-        for each in spec.cohorts.values()
-        for length, count in each.prompts.items()
-        for _ in range(count)
-    )
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    for each in spec.cohorts.values():
+        for length, count in each.prompts.items():
+            shapes[length, each.continuation, each.max_new_tokens] += count
     if not any(count > 1 and 2 * length <= MOST_TOKENS for (length, *_), count in shapes.items()):
         yield (
             f"{files['corpus']}: no two prompts run in one batch, which the noise floor is measured on; give a cohort "

@@ -141,7 +141,7 @@ def reference_bytes(spec: CorpusSpec, config: Mapping[str, Any], shape: CacheSha
     scored position."""
     config = config.get("text_config") or config
     wide = shape.query_heads * shape.head_dim
-    prefixes = sum(map(sum, spec.prefix_lengths(shape.positions or 0).values()))
+    prefixes = spec.prefix_tokens(shape.positions or 0)
     position = shape.layers * (wide + int(config.get("hidden_size") or wide)) + int(config.get("vocab_size") or 0)
     return prefixes * shape.layers * shape.token_bytes + spec.scored() * position * shape.dtype_bytes
 

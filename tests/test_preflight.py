@@ -259,7 +259,7 @@ BETWEEN = [
     (CORPUS, "{256: 3}", "{}", "conf/corpus/smoke.yaml: cohorts.needle.prompts is {}; allowed: a mapping with one"),
     (CORPUS, "{256: 3}", "{512: 3}", "asks for a prefix of 512 tokens and 17 more for its answer; the model has 512"),
     (CORPUS, '"256": [', '"512": [', "asks for a prefix of 512 tokens and 17 more"),
-    (CORPUS, "{256: 3}", "{256: 9000000}", "are free; with what follows it takes"),
+    (CORPUS, "{256: 3}", "{256: 9000000000000}", "are free; with what follows it takes"),
     (CORPUS, "{256: 3}", "{256: 9000000}", "raise disk_limit_gib in conf/preflight.yaml to"),
     (
         CORPUS,

@@ -76,16 +76,13 @@ class CorpusSpec:
             raise PromptError(*wrong)
         return cls(**made)
 
-    def prefix_lengths(self, max_positions: int) -> dict[str, list[int]]:
-        """The prefix length of every prompt, by cohort; calibration prompts count under "calibration"."""
-        found = {name: _lengths(each) for name, each in self.cohorts.items()}
-        found[GRID] = [
-            resolve(length, max_positions, self.answer_room)
-            for length, depths in self.needle_grid.depths.items()
-            for _ in range(len(depths) * self.needle_grid.items)
-        ]
-        found["calibration"] = [length for each in self.calibration.values() for length in _lengths(each)]
-        return found
+    def prefix_tokens(self, max_positions: int) -> int:
+        """Tokens of all prefixes together, by multiplication: a typing error may ask for more than could be listed."""
+        cohorts = [*self.cohorts.values(), *self.calibration.values()]
+        total = sum(length * count for each in cohorts for length, count in each.prompts.items())
+        for asked, depths in self.needle_grid.depths.items():
+            total += resolve(asked, max_positions, self.answer_room) * len(depths) * self.needle_grid.items
+        return total
 
     def scored(self) -> int:
         """How many next tokens are scored in all, by teacher forcing: a continuation's first has no logits."""
@@ -124,10 +121,6 @@ def resolve(length: int | str, max_positions: int, answer_room: int) -> int:
     if length != MAX:
         return int(length)
     return (max_positions - answer_room) // LENGTH_STEP * LENGTH_STEP
-
-
-def _lengths(cohort: CohortSpec) -> list[int]:
-    return [length for length, count in cohort.prompts.items() for _ in range(count)]
 
 
 def _known(cls: type, raw: Any, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from polars.testing import assert_frame_equal
 from kvdrift.prompts.build import build, prefix_tokens
 from kvdrift.prompts.graders import GRADERS, grade
 from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt, PromptError, from_frame, to_frame
-from kvdrift.prompts.spec import CorpusSpec
+from kvdrift.prompts.spec import CorpusSpec, resolve
 
 POSITIONS = 512
 
@@ -126,17 +126,17 @@ def test_a_prompt_too_short_for_its_question_is_refused(tokenizer, load_spec, co
 
 
 def test_the_longest_prompts_leave_room_for_the_answer(load_spec):
-    assert load_spec("laptop").prefix_lengths(8192)["needle_grid"][-1] == 7936
+    assert resolve("max", 8192, load_spec("laptop").answer_room) == 7936
 
 
 def test_the_laptop_corpus_keeps_to_its_budget(load_spec):
-    lengths = load_spec("laptop").prefix_lengths(8192)
-    assert sum(map(sum, lengths.values())) <= 113_000
-    assert all(len(lengths[cohort]) == 36 for cohort in ("needle", "copy", "tool_arguments"))
+    spec = load_spec("laptop")
+    assert spec.prefix_tokens(8192) <= 113_000
+    assert all(sum(spec.cohorts[cohort].prompts.values()) == 36 for cohort in ("needle", "copy", "tool_arguments"))
 
 
 def test_prefix_tokens_agree_with_the_specification(smoke, load_spec):
-    assert prefix_tokens(smoke) == sum(map(sum, load_spec("smoke").prefix_lengths(POSITIONS).values()))
+    assert prefix_tokens(smoke) == load_spec("smoke").prefix_tokens(POSITIONS)
 
 
 def test_a_chat_template_frames_every_message_and_ends_with_the_assistants_header(chat_tokenizer, load_spec, corpus):
@@ -223,6 +223,10 @@ def test_every_fault_of_a_specification_is_named():
 def test_a_length_asked_for_twice_is_named():
     with pytest.raises(PromptError, match=r"needle_grid.depths are \[960, 960\] tokens long on this model"):
         CorpusSpec.from_dict(RAW | grid(depths={960: [0.5], "max": [0.5]})).check(1024)
+
+
+def test_tokens_are_not_listed_one_by_one():
+    assert CorpusSpec.from_dict(RAW | cohort(prompts={128: 10**15})).prefix_tokens(1024) == 128 * (10**15 + 2) + 960
 
 
 def test_scored_positions_agree_with_the_prompts(smoke, load_spec):
