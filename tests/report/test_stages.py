@@ -106,7 +106,7 @@ def test_the_receipt_opens_with_the_decision_and_its_gates(finished: Run) -> Non
 def test_every_threshold_stands_beside_its_figure(finished: Run) -> None:
     receipt = read(finished, "data/release/receipt.json")
     assert {"name", "measured", "limit", "sense", "status", "passed", "detail"} == set(receipt["gates"][0])
-    assert len(receipt["gates"]) == 16
+    assert len(receipt["gates"]) == 17
     assert set(receipt["hashes"]) == {"weights", "prompts", "reference", "config", "code", "kernels"}
     target = next(row for row in receipt["memory"] if row["target"])
     assert (target["tokens"], target["held"]) == (4160, None)
@@ -157,8 +157,9 @@ def test_a_run_that_measured_nothing_ships_nothing(run: Run) -> None:
 def test_a_model_that_gets_nothing_right_keeps_the_exact_cache(run: Run) -> None:
     for name in run.policies:
         path = run.path("generate", f"{name}.parquet")
-        frame = pl.read_parquet(path).with_columns(correct=pl.lit(False), correct_reference=pl.lit(False))
-        frame.write_parquet(path)
+        wrong = {name: pl.lit(False) for name in ("correct", "correct_reference")}
+        none = {name: pl.lit(0.0) for name in ("score", "score_reference")}
+        pl.read_parquet(path).with_columns(**wrong, **none).write_parquet(path)
     finish(run)
     assert read(run, "metrics/kivi4.json")["recall"] is None
     assert (run.root / "data/release/receipt.md").read_text().startswith("# Decision: stay exact on tiny")
