@@ -63,7 +63,7 @@ def read_evidence(name: str, sources: Sources) -> Evidence:
         "drill": sources.drill / f"{name}.json",
     }.items():
         try:
-            found[artifact] = read_json(file) if file.suffix == ".json" else _table(file, policy.id)
+            found[artifact] = _object(file) if file.suffix == ".json" else _table(file, policy.id)
         except (OSError, ValueError, pl.exceptions.PolarsError) as error:
             found[artifact], faults[artifact] = None, str(error)
     return Evidence(policy=policy, shape=manifest, prompts=prompts, faults=faults, **found)
@@ -101,6 +101,14 @@ def _prompts(path: Path) -> pl.DataFrame:
     return rows.select("prompt", "cohort", "task", "batch", "answer", "depth", **sizes).cast(
         dict.fromkeys(sizes, pl.Int64)
     )
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """A JSON object, None if there is no such file. Raises ValueError if it is anything else."""
+    content = read_json(path)
+    if path.is_file() and not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return content
 
 
 def _table(path: Path, policy: str) -> pl.DataFrame | None:

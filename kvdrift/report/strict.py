@@ -27,8 +27,9 @@ class Number:
     or_null: bool = False
 
     def __str__(self) -> str:
-        words = f"a {'whole ' if self.whole else ''}number from {self.low:g} to {self.high:g}"
-        return words + (" or null" if self.or_null else "")
+        least = "" if self.low == -LARGEST else f" from {self.low:g}"
+        most = "" if self.high == LARGEST else f" to {self.high:g}"
+        return f"a {'whole ' if self.whole else ''}number{least}{most}{' or null' if self.or_null else ''}"
 
     def fits(self, value: object) -> bool:
         if value is None:

@@ -16,6 +16,7 @@ from kvdrift.report.artifacts import sound
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.gates import NOT_MEASURED, Gate, at_least, at_most, cell_gates, cell_name, used
 from kvdrift.report.limits import CellLimits, Limits
+from kvdrift.report.slices import slice_rows, step_rows
 from kvdrift.serving.checks import REQUIRED
 
 NEVER = -1
@@ -59,6 +60,8 @@ def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
         "worst_cell": ranked[0] if ranked else None,
         "worst_cells": ranked[:WORST],
         "interaction": read.interaction(evidence),
+        "slices": slice_rows(evidence.errors, evidence.attention),
+        "steps": step_rows(evidence.generations),
         "cells": cells,
         "layers": read.layer_map(evidence, cells, limits.workload.tokens, limits.workload.batch),
         "cohorts": cohorts,
@@ -99,7 +102,7 @@ def _reconciled(row: dict[str, Any], evidence: Evidence) -> bool:
     """Whether a row's bytes are the ledger's own at that length, and were held but for the blocks that stay exact."""
     expected = read.at_workload(evidence, row["tokens"], 1).format_bytes
     escalated = row["escalated_blocks"] * evidence.policy.block * evidence.shape.token_bytes
-    return row["format_bytes"] == expected and row["held_bytes"] == expected + escalated
+    return row["reconciled"] and row["format_bytes"] == expected and row["held_bytes"] == expected + escalated
 
 
 def _over(after: Any, before: Any) -> float | None:

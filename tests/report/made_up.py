@@ -140,7 +140,7 @@ def cells(policy: CachePolicy, prompt: Prompt, layer: int) -> list[tuple[int, ra
 
 def packed(policy: CachePolicy, chosen: list[Prompt]) -> list[tuple[Prompt, int]]:
     """These prompts with each packed layer, if anything of them is packed."""
-    reached = [prompt for prompt in chosen if packed_until(policy, len(prompt.tokens)) > 0]
+    reached = [prompt for prompt in chosen if packed_until(policy, len(prompt.tokens)) > policy.sink_tokens]
     return [(prompt, n) for prompt in reached for n in range(SHAPE.layers) if not policy.layer(n).is_exact]
 
 

@@ -1,0 +1,321 @@
+"""Nothing that was tampered with is accepted, or ends a verdict. `python -m pytest tests/report/test_artifacts.py`
+
+Every artifact of a healthy candidate is spoiled in every way; the verdict is by the files, as a stage leaves them.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import LIMITS, SHAPE, Run, kivi, made_up
+
+from kvdrift.config import ConfigError
+from kvdrift.ledger import account
+from kvdrift.measure import cells, quantized, replay
+from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
+from kvdrift.report import artifacts
+from kvdrift.report.evidence import MODES, Evidence
+from kvdrift.report.strict import Number, loads, value_fault
+from kvdrift.report.verdict import judge
+
+CANDIDATE = "kivi4"
+TEXTS = {
+    "packing": "quantize/kivi4.json",
+    "latency": "latency/kivi4.json",
+    "drill": "drill/kivi4.json",
+}
+TABLES = {
+    "errors": "quantize/kivi4.parquet",
+    "attention": "quantize/kivi4_attention.parquet",
+    "logits": "logits/kivi4.parquet",
+    "cells": "logits/kivi4_cells.parquet",
+    "generations": "generate/kivi4.parquet",
+}
+FILES = TEXTS | TABLES
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return made_up(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def sound(healthy: Run) -> Evidence:
+    return healthy.evidence(CANDIDATE)
+
+
+@pytest.fixture
+def file(healthy: Run, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """One artifact, put back afterwards."""
+    path = healthy.root / "data" / FILES[request.param]
+    before = path.read_bytes()
+    yield path
+    path.write_bytes(before)
+
+
+def rejected(run: Run, artifact: str) -> str:
+    """What the verdict says of the artifact, given that it rejects the candidate and is JSON."""
+    verdict = judge(run.evidence(CANDIDATE), LIMITS)
+    json.dumps(verdict, allow_nan=False)
+    assert verdict["decision"] == "reject"
+    assert verdict["metrics"]["accepted"] == 0
+    gate = next(gate for gate in verdict["gates"] if gate["name"] == "evidence")
+    assert not gate["passed"]
+    assert gate["detail"].startswith(f"{artifact}: ")
+    return str(gate["detail"])
+
+
+def test_the_healthy_run_is_accepted(healthy: Run) -> None:
+    assert judge(healthy.evidence(CANDIDATE), LIMITS)["decision"] == "accept"
+    assert judge(healthy.evidence("exact"), LIMITS)["decision"] == "fallback"
+
+
+SPOILERS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "garbage": lambda content: b"\xff\x00 nonsense",
+    "null": lambda content: b"null",
+    "a list": lambda content: b"[]",
+    "nested": lambda content: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("how", SPOILERS)
+@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
+def test_a_damaged_file_is_named(artifact: str, file: Path, how: str, healthy: Run) -> None:
+    file.write_bytes(SPOILERS[how](file.read_bytes()))
+    rejected(healthy, artifact)
+
+
+@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
+def test_a_missing_file_is_named(artifact: str, file: Path, healthy: Run) -> None:
+    file.unlink()
+    assert rejected(healthy, artifact) == f"{artifact}: not measured"
+
+
+@pytest.mark.parametrize("other", ["kivi2", "exact"])
+@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
+def test_another_policys_artifact_is_refused(artifact: str, file: Path, other: str, healthy: Run) -> None:
+    file.write_bytes(file.with_name(file.name.replace(CANDIDATE, other)).read_bytes())
+    assert "is of policy" in rejected(healthy, artifact)
+
+
+@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
+def test_an_artifact_of_no_policy_is_refused(artifact: str, file: Path, healthy: Run) -> None:
+    if file.suffix == ".json":
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "policy"}))
+    else:
+        pl.read_parquet(file).write_parquet(file)
+    rejected(healthy, artifact)
+
+
+def test_another_plan_in_its_place_ends_with_one_line(run: Run) -> None:
+    plan = run.path("plans", "kivi4.json")
+    plan.write_text(run.path("plans", "kivi2.json").read_text())
+    with pytest.raises(
+        ConfigError, match=r"kivi4.json can't be used: it is the plan of 'kivi2'; run `dvc repro.* plan@"
+    ):
+        run.evidence(CANDIDATE)
+    plan.write_text(plan.read_text().replace("kivi2", "kivi4"))  # it now says that it is kivi4's, and has kivi2's bits
+    faults = judge(run.evidence(CANDIDATE), LIMITS)["gates"][0]
+    assert (faults["name"], faults["measured"], faults["passed"]) == ("evidence", 8, False)
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"name": 3}', '{"block": 1e999}', "[" * 100_000])
+@pytest.mark.parametrize("what", ["plans/kivi4.json", "model/manifest.json", "prompts/prompts.parquet"])
+def test_what_nothing_can_be_judged_without_ends_with_one_line(what: str, content: str, run: Run) -> None:
+    (run.root / "data" / what).write_text(content)
+    with pytest.raises(ConfigError, match="can't be used") as told:
+        run.evidence(CANDIDATE)
+    assert "\n" not in str(told.value)
+    assert what in str(told.value)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the numbers and flags of some JSON are."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+    if isinstance(value, bool | int | float):
+        yield path
+
+
+def put(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Replace what stands there, and return what did."""
+    *parents, last = path
+    for key in parents:
+        content = content[key]
+    was, content[last] = content[last], value
+    return was
+
+
+IMPOSSIBLE = [float("nan"), float("inf"), -1, 10**400, "1", [], {}, "a flag for a number, a number for a flag"]
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("artifact", TEXTS)
+def test_an_impossible_figure_is_refused_wherever_it_stands(artifact: str, value: Any, sound: Evidence) -> None:
+    whole = getattr(sound, artifact)
+    assert artifacts.CHECKS[artifact](whole, sound) is None
+    for path in leaves(whole):
+        content = copy.deepcopy(whole)
+        was = put(content, path, value)
+        if isinstance(value, str) and value != "1":
+            put(content, path, 1 if isinstance(was, bool) else True)
+        assert artifacts.CHECKS[artifact](content, sound), path
+
+
+@pytest.mark.parametrize("artifact", TEXTS)
+def test_a_key_that_an_object_lost_is_missed(artifact: str, sound: Evidence) -> None:
+    wanted = {"packing": artifacts.PACKING, "latency": artifacts.LATENCY, "drill": artifacts.DRILL}[artifact]
+    for key in wanted:
+        content = {name: value for name, value in getattr(sound, artifact).items() if name != key}
+        assert artifacts.CHECKS[artifact](content, sound) == f"{artifact} has no {key}"
+
+
+def test_a_length_that_was_not_reconciled_is_missed(sound: Evidence) -> None:
+    assert sound.packing is not None
+    for kept in (sound.packing["memory"][1:], sound.packing["memory"][:-1], [*sound.packing["memory"]] * 2):
+        fault = artifacts.CHECKS["packing"](sound.packing | {"memory": kept}, sound)
+        assert "the prompts have [128, 320, 512, 2048, 8128]" in fault
+
+
+def rewrite(file: Path, change: Callable[[pl.DataFrame], pl.DataFrame]) -> None:
+    """Change a table and leave it its owner."""
+    owner = pl.read_parquet_metadata(file)["policy"]
+    change(pl.read_parquet(file)).write_parquet(file, metadata={"policy": owner})
+
+
+def without(row: int) -> Callable[[pl.DataFrame], pl.DataFrame]:
+    return lambda frame: pl.concat([frame.head(row), frame.tail(frame.height - row - 1)])
+
+
+TAMPERED: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
+    "no rows": lambda frame: frame.clear(),
+    "first row lost": without(0),
+    "row lost": without(5),
+    "row twice": lambda frame: pl.concat([frame, frame.tail(1)]),
+    "all twice": lambda frame: pl.concat([frame, frame]),
+    "one prompt lost": lambda frame: frame.filter(pl.col("prompt") != frame["prompt"][0]),
+    "another cohort": lambda frame: frame.with_columns(cohort=pl.lit("code"), prompt=pl.lit("code-1")),
+    "all text": lambda frame: frame.with_columns(pl.all().exclude(pl.List).cast(pl.String)),
+    "all null": lambda frame: frame.with_columns(pl.lit(None).alias(name) for name in frame.columns),
+    "no columns": lambda frame: pl.DataFrame(),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in TABLES], indirect=["file"])
+def test_a_table_that_is_not_whole_is_refused(artifact: str, file: Path, how: str, healthy: Run) -> None:
+    if (artifact, how) in {("attention", "row lost"), ("cells", "one prompt lost")}:
+        pytest.skip("a slice of a layer's attention, and which prompts were probed, no gate goes by")
+    rewrite(file, TAMPERED[how])
+    rejected(healthy, artifact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -2.0, 2.0**60, None])
+@pytest.mark.parametrize("artifact", TABLES)
+def test_a_figure_out_of_its_range_is_refused_in_every_column(
+    artifact: str, value: float | None, sound: Evidence
+) -> None:
+    table, first = getattr(sound, artifact), pl.int_range(pl.len()) == 0
+    assert artifacts.CHECKS[artifact](table, sound) is None
+    for name, column in getattr(artifacts, artifact.upper()).items():
+        if isinstance(column, Number) and not (value is None and column.or_null):
+            new = pl.when(first).then(pl.lit(value, pl.Float64)).otherwise(pl.col(name))
+            assert name in artifacts.CHECKS[artifact](table.with_columns(new.alias(name)), sound)
+
+
+@pytest.mark.parametrize("artifact", TABLES)
+def test_a_column_that_is_missing_is_named(artifact: str, sound: Evidence) -> None:
+    for name in getattr(artifacts, artifact.upper()):
+        table = getattr(sound, artifact).drop(name)
+        assert artifacts.CHECKS[artifact](table, sound) == f"it has no column {name}"
+
+
+@pytest.mark.parametrize(("artifact", "file"), [("generations", "generations")], indirect=["file"])
+def test_a_mode_that_was_not_generated_is_missed(artifact: str, file: Path, healthy: Run) -> None:
+    for mode in MODES:
+        rewrite(file, lambda frame, mode=mode: frame.filter(pl.col("mode") == mode))
+        assert "rows are missing" in rejected(healthy, artifact)
+
+
+@pytest.mark.parametrize("change", [{"correct": True}, {"first_divergence": None}, {"edit_distance": 0}])
+@pytest.mark.parametrize(("artifact", "file"), [("generations", "generations")], indirect=["file"])
+def test_a_grade_that_its_text_belies_is_refused(
+    artifact: str, file: Path, change: dict[str, Any], healthy: Run
+) -> None:
+    changed = pl.col("first_divergence").is_not_null()
+    wrong = pl.when(changed).then(0.0).otherwise(pl.col("score")).alias("score")
+    new = [pl.when(changed).then(pl.lit(v)).otherwise(pl.col(k)).alias(k) for k, v in change.items()]
+    rewrite(file, lambda frame: frame.with_columns(wrong, pl.col("correct") & ~changed).with_columns(new))
+    assert "is not what its tokens and score say" in rejected(healthy, artifact)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize(("artifact", "file"), [("cells", "cells"), ("errors", "errors")], indirect=["file"])
+def test_a_layer_or_a_bucket_that_the_plan_packs_is_missed(artifact: str, file: Path, layer: int, healthy: Run) -> None:
+    before = file.read_bytes()
+    rewrite(file, lambda frame: frame.filter(pl.col("layer") != layer))
+    rejected(healthy, artifact)
+    file.write_bytes(before)
+    rewrite(file, lambda frame: frame.filter((pl.col("layer") != layer) | (pl.col("bucket") != 512)))
+    rejected(healthy, artifact)
+
+
+def test_a_ratio_that_its_percentiles_belie_is_refused(healthy: Run) -> None:
+    path = healthy.path("latency", "kivi4.json")
+    text = path.read_text()
+    for headline, row in ({"p95_ratio": 0.5}, {"p95_ratio": 0.5}), ({"p95_ratio": 0.5}, {}), ({"p95_ms": 1.0}, {}):
+        content = json.loads(text)
+        content["headline"] |= headline
+        content["rows"][0] |= row
+        path.write_text(json.dumps(content))
+        assert "p95" in rejected(healthy, "latency")
+    path.write_text(text)
+
+
+def test_a_peak_below_what_the_cache_itself_takes_is_refused(healthy: Run) -> None:
+    path = healthy.path("latency", "kivi4.json")
+    text = path.read_text()
+    least = account(kivi("kivi4", 4), SHAPE, 4096, 1).format_bytes
+    content = json.loads(text)
+    content["headline"] |= {"held_bytes": least - 1, "peak_bytes": least - 1}
+    path.write_text(json.dumps(content))
+    assert "the cache alone takes" in rejected(healthy, "latency")
+    path.write_text(text)
+
+
+def test_a_policy_with_exact_layers_and_sinks_is_judged_by_what_it_packs(run: Run) -> None:
+    key = Quantizer(bits=8, axis="channel", group=32)
+    layers = (LayerPolicy(), LayerPolicy(key, Quantizer(bits=8)), LayerPolicy())
+    run.add(CachePolicy("mixed", layers, sink_tokens=16, residual_window=112))
+    verdict = judge(run.evidence("mixed"), LIMITS)
+    assert [gate["name"] for gate in verdict["gates"] if not gate["passed"]] == ["bytes ratio"]
+
+
+def test_what_is_demanded_of_a_table_is_in_what_is_written() -> None:
+    assert set(artifacts.ERRORS) <= set(quantized.ERRORS)
+    assert set(artifacts.ATTENTION) <= set(quantized.ATTENTION)
+    assert set(artifacts.CELLS) <= set(cells.CELLS)
+    assert MODES == replay.MODES
+
+
+@given(st.floats() | st.integers() | st.booleans() | st.none() | st.text() | st.lists(st.integers()))
+def test_a_number_fits_only_as_a_finite_one_in_its_range(value: Any) -> None:
+    fits = value_fault(value, Number(0, 10), "x") is None
+    assert fits == (type(value) in (int, float) and 0 <= value <= 10)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 1}', "NaN", "-Infinity", "1e999", str(10**400), "1" * 5000, "[" * 10**5]
+)
+def test_strict_json_refuses_what_python_lets_pass(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        loads(text, finite=True)
