@@ -74,6 +74,8 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "figures": list(run.figures),
         "worst_cells": {verdict["policy"]: worst_cells(verdict) for verdict in run.verdicts},
         "interaction": {verdict["policy"]: verdict["interaction"] for verdict in run.verdicts},
+        "slices": verdict["slices"] if verdict else [],
+        "steps": {verdict["policy"]: verdict["steps"] for verdict in run.verdicts},
         "noise_floor": run.floor,
         "layers": verdict["layers"] if verdict else [],
         "logits": verdict["logits"] if verdict else None,

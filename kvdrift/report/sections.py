@@ -186,7 +186,34 @@ def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[
         Section("Worst cells", [*worst, *pictures.values()]),
         Section("Interaction", ["KL in nats: do isolated effects add up?", adding if added else f"{NOT_MEASURED}."]),
         Section("Layer map", [LAYER_MAP, Table(tuple(LAYERS.values()), layers)]),
+        Section("Slices", _slices(receipt)),
+        Section("Errors over an answer", _steps(receipt)),
     ]
+
+
+def _slices(receipt: Mapping[str, Any]) -> list[Block]:
+    """What the chosen policy does by position, by distance from the current token, and by role."""
+    names = {"key_error": "key error", "value_error": "value error", "key_logits": "attention logits"}
+    names |= {"jensen_shannon": "weights", "value_output": "output, values alone", "combined_error": "output, both"}
+    rows = [(row["slice"], blank(row["at"]), *(blank(row[name]) for name in names)) for row in receipt["slices"]]
+    explained = (
+        "One slice of the packed tokens quantized, all others exact; means over layers and prompts. Positions and "
+        "distances from the current token are the first token of an octave. Errors are relative L2, attention logits "
+        "root mean square change, weights Jensen–Shannon divergence in nats."
+    )
+    return [explained, Table(("slice", "at", *names.values()), rows)] if rows else ["Nothing is packed."]
+
+
+def _steps(receipt: Mapping[str, Any]) -> list[Block]:
+    """Whether errors compound: mean KL by generated step, a column a policy."""
+    tables = {policy: {row["first"]: row for row in rows} for policy, rows in receipt["steps"].items() if rows}
+    firsts = sorted({first for table in tables.values() for first in table})
+    rows = [(shown(first), *(blank(table.get(first, {}).get("kl")) for table in tables.values())) for first in firsts]
+    explained = (
+        "Mean KL in nats by generated token, on the prompts with the longest answers. Both caches follow the "
+        "candidate's own answer, so what differs is the cache, not the text. Does the error grow?"
+    )
+    return [explained, Table(("from step", *tables), rows)] if rows else [f"{NOT_MEASURED}."]
 
 
 def _safety(receipt: Mapping[str, Any]) -> list[Section]:

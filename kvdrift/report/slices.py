@@ -1,0 +1,56 @@
+"""Where in a sequence the error lies: by position, distance from the current token, role, and generated step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
+"""What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
+FIRST_STEPS = 8
+"""Generated steps are told in octaves: the first eight, then twice as many each time."""
+
+
+def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> list[dict[str, Any]]:
+    """A row a slice {slice, at, key_error, value_error, FIGURES}; what was not measured is None.
+
+    `slice` is position, distance or role; `at` the bucket's first token, or the role. Errors are relative L2, means
+    over packed tokens; a distance has none, since it differs from query to query. FIGURES are means over layers and
+    prompts.
+    """
+    found: dict[tuple[str, Any], dict[str, Any]] = {}
+    for kind, column in (("position", "bucket"), ("distance", "bucket"), ("role", "role")):
+        if attention is not None:
+            rows = attention.filter(slice=kind).drop_nulls("key_logits")
+            for row in rows.group_by(column).agg(pl.col(FIGURES).mean()).to_dicts():
+                found[kind, row.pop(column)] = row
+        if errors is not None and kind != "distance":
+            share = (pl.col("rel_l2") * pl.col("tokens")).sum() / pl.col("tokens").sum()
+            for row in errors.group_by(column, "tensor").agg(error=share).to_dicts():
+                found.setdefault((kind, row[column]), {})[f"{row['tensor']}_error"] = row["error"]
+    nothing = dict.fromkeys(("key_error", "value_error", *FIGURES))
+    order = {"position": 0, "distance": 1, "role": 2}
+    return [
+        {"slice": kind, "at": at} | nothing | row
+        for (kind, at), row in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def step_rows(generations: pl.DataFrame | None) -> list[dict[str, Any]]:
+    """KL in nats by generated step {first, tokens, prompts, kl}, in octaves: do errors compound?
+
+    Over the prompts with the longest answers, along what the candidate said; none where it said nothing.
+    """
+    if generations is None:
+        return []
+    longest = generations.drop_nulls("step_kl").select("prompt", "step_kl")
+    if longest.is_empty():
+        return []
+    steps = longest.with_columns(step=pl.int_ranges(pl.col("step_kl").list.len())).explode("step_kl", "step")
+    steps = steps.drop_nulls("step_kl")
+    doubled = 2 ** pl.col("step").cast(pl.Float64).log(2).floor()
+    octave = pl.when(pl.col("step") < FIRST_STEPS).then(0.0).otherwise(doubled).cast(pl.Int64)
+    rows = steps.with_columns(first=octave).group_by("first")
+    kl = {"tokens": pl.len().cast(pl.Int64), "prompts": pl.col("prompt").n_unique().cast(pl.Int64)}
+    return rows.agg(**kl, kl=pl.col("step_kl").mean()).sort("first").to_dicts()
