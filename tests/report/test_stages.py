@@ -159,7 +159,8 @@ def test_a_model_that_gets_nothing_right_keeps_the_exact_cache(run: Run) -> None
         path = run.path("generate", f"{name}.parquet")
         wrong = {name: pl.lit(False) for name in ("correct", "correct_reference")}
         none = {name: pl.lit(0.0) for name in ("score", "score_reference")}
-        pl.read_parquet(path).with_columns(**wrong, **none).write_parquet(path)
+        owner = {"policy": pl.read_parquet_metadata(path)["policy"]}
+        pl.read_parquet(path).with_columns(**wrong, **none).write_parquet(path, metadata=owner)
     finish(run)
     assert read(run, "metrics/kivi4.json")["recall"] is None
     assert (run.root / "data/release/receipt.md").read_text().startswith("# Decision: stay exact on tiny")
