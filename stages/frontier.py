@@ -43,7 +43,8 @@ def main(config: FrontierConfig) -> None:
     from kvdrift.ledger import CacheShape
     from kvdrift.policy import from_dict
     from kvdrift.report import changed, figures, frontier
-    from kvdrift.report.evidence import logits_summary, read_json
+    from kvdrift.report.evidence import read_json
+    from kvdrift.report.floor import noise_floor
     from kvdrift.report.page import render
     from kvdrift.report.receipt import Run, digest, receipt, values_digest
     from kvdrift.report.sections import sections, title
@@ -67,8 +68,8 @@ def main(config: FrontierConfig) -> None:
         path = config.generate / f"{name}.parquet"
         examples += changed.changed_examples(name, pl.read_parquet(path) if path.is_file() else None)
 
-    path = config.reference / "noise_floor.parquet"
-    floor = logits_summary(pl.read_parquet(path)) if path.is_file() else None
+    floors = [config.reference / f"noise_floor{suffix}.parquet" for suffix in ("", "_answers")]
+    floor = noise_floor(*(pl.read_parquet(path) if path.is_file() else None for path in floors))
     manifest = read_json(config.manifest)
     shape = CacheShape(**manifest["shape"])
     plans = {name: from_dict(plan, name) for name, plan in of_each(config.plans).items() if plan is not None}

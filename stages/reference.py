@@ -11,13 +11,15 @@ from kvdrift.ranges import require
 class ReferenceConfig:
     profile: Profile
     floor_batches: int
-    """How many batches are scored again with another batch composition, for the noise floor."""
+    """How many batches are scored again under other schedules, one of each length, for the noise floor."""
+    answered_batches: int
+    """How many batches have a few prompts answered again under other schedules."""
     manifest: Path
     prompts: Path
     out: Path
 
     def __post_init__(self) -> None:
-        require(self, floor_batches=(1, 1000))
+        require(self, floor_batches=(1, 1000), answered_batches=(1, 1000))
 
 
 @stage("reference")
@@ -26,8 +28,9 @@ def main(config: ReferenceConfig) -> None:
     import torch
 
     from kvdrift import models
-    from kvdrift.measure.floor import noise_floor
+    from kvdrift.measure.floor import generation_floor, noise_floor
     from kvdrift.measure.reference import store, stored
+    from kvdrift.measure.replay import stop_tokens
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)
@@ -35,8 +38,15 @@ def main(config: ReferenceConfig) -> None:
     model, tokenizer = models.load(config.manifest, config.profile.torch_device)
     store(model, tokenizer, prompts, config.out, config.profile.seed)
     shared = [batch for batch in stored(config.out, prompts) if len(batch.prompts) > 1]
-    floor = [noise_floor(model, batch) for batch in shared[: config.floor_batches]]
+    lengths = {batch.length: batch for batch in reversed(shared)}
+    floor = [noise_floor(model, batch) for batch in list(lengths.values())[: config.floor_batches]]
     pl.concat(floor).write_parquet(config.out / "noise_floor.parquet")
+    generations = pl.read_parquet(config.out / "generations.parquet").filter(mode="greedy")
+    made = dict(generations.select("prompt", "tokens").iter_rows())
+    stop, seed = stop_tokens(model, tokenizer), config.profile.seed
+    tasks = [batch for batch in shared if batch.prompts[0].task][: config.answered_batches]
+    answers = [generation_floor(model, tokenizer, batch, made, seed, stop) for batch in tasks]
+    pl.concat(answers).write_parquet(config.out / "noise_floor_answers.parquet")
 
 
 if __name__ == "__main__":

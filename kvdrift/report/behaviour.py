@@ -38,18 +38,25 @@ LOGITS = {
 
 def behaviour(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[Section]:
     """Cohorts, of the policy that ships and of all; next-token figures; needle recall; changed examples."""
-    rows = [
-        (name, blank((receipt["logits"] or {}).get(key)), blank((receipt["noise_floor"] or {}).get(key)))
-        for key, name in LOGITS.items()
-    ]
-    logits = Table(("next token", receipt["decision"]["policy"], "noise floor"), rows)
-    noise = "Noise floor: the reference against itself in another batch."
     return [
-        Section("Cohorts", [_rule(receipt), _cohorts(receipt["cohorts"]), logits, noise]),
+        Section("Cohorts", [_rule(receipt), _cohorts(receipt["cohorts"]), *_logits(receipt)]),
         Section("Cohorts of every candidate", _by_policy(receipt["cohorts_by_policy"])),
         Section("Needle recall", [*_recall(receipt), *pictures.values()]),
         Section("Changed examples", _changes(receipt)),
     ]
+
+
+def _logits(receipt: Mapping[str, Any]) -> list[Block]:
+    """Next-token figures of the policy beside those of the exact cache against itself, and answers it changes."""
+    own, floor = receipt["logits"] or {}, receipt["noise_floor"] or {"logits": {}, "answers": []}
+    columns = {receipt["decision"]["policy"]: own, **{f"floor: {name}": row for name, row in floor["logits"].items()}}
+    rows = [(name, *(blank(figures.get(key)) for figures in columns.values())) for key, name in LOGITS.items()]
+    answers = "; ".join(
+        f"{row['schedule']}, {row['changed']} of {row['answers']} greedy answers changed and {row['outcomes']} outcomes"
+        for row in floor["answers"]
+    )
+    noise = f"Noise floor: the reference against itself under another schedule. {answers or 'Answers: not measured'}."
+    return [Table(("next token", *columns), rows), noise]
 
 
 def losses(receipt: Mapping[str, Any]) -> str:
