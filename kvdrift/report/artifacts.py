@@ -30,7 +30,7 @@ COUNT_OR_NULL, SIZE_OR_NULL = Number(0, whole=True, or_null=True), Number(1, who
 POSITIVE, POSITIVE_OR_NULL = Number(1e-9), Number(1e-9, or_null=True)
 SHARE, COSINE, KL = Number(0, 1), Number(-1 - NOISE, 1 + NOISE), Number(-NOISE)
 ERROR = Number(0, or_null=True)
-TEXT, FLAG, TOKENS = pl.String(), pl.Boolean(), pl.List(pl.Int64())
+TEXT, FLAG = pl.String(), pl.Boolean()
 
 PACKING = {
     "policy": str,
@@ -91,10 +91,10 @@ CELLS: Columns = {
 }
 GENERATIONS: Columns = {
     **dict.fromkeys(("prompt", "cohort", "task", "mode", "answer", "output", "output_reference"), TEXT),
-    **{"length": SIZE, "depth": Number(0, 1, or_null=True), "tokens": TOKENS, "tokens_reference": TOKENS},
+    **{"length": SIZE, "depth": Number(0, 1, or_null=True), "tokens": [COUNT], "tokens_reference": [COUNT]},
     **dict.fromkeys(("score", "score_reference"), SHARE),
     **{f"{flag}{side}": FLAG for flag in ("correct", "valid_format", "refused") for side in ("", "_reference")},
-    **{"first_divergence": COUNT_OR_NULL, "edit_distance": COUNT},
+    **{"first_divergence": COUNT_OR_NULL, "edit_distance": COUNT, "step_kl": [Number(-NOISE, or_null=True)]},
 }
 
 

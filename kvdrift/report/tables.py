@@ -14,20 +14,34 @@ from kvdrift.report.strict import Number
 
 
 def table_fault(table: pl.DataFrame, columns: Mapping[str, Any], key: Sequence[str]) -> str | None:
-    """What keeps a table from having these columns, a Number or a type of polars each, and one row a `key`."""
+    """What keeps a table from having these columns and one row a `key`.
+
+    A column is a Number, [Number] if it holds lists of them, or else a type of polars without nulls.
+    """
     absent = next((name for name in (*columns, *key) if name not in table.columns), None)
     if absent is not None:
         return f"it has no column {absent}"
     for name, wanted in columns.items():
-        fault = _figures_fault(table, name, wanted, key) if isinstance(wanted, Number) else None
-        if not isinstance(wanted, Number) and table.schema[name] != wanted:
-            fault = f"{name} is {table.schema[name]}; allowed: {wanted}"
-        elif not isinstance(wanted, Number) and table[name].has_nulls():
-            fault = f"{name} is null in {_where(table.filter(pl.col(name).is_null()), key)}"
-        if fault:
+        if fault := _column_fault(table, name, wanted, key):
             return fault
     twice = table.filter(table.select(key).is_duplicated())
     return None if twice.is_empty() else f"{_where(twice, key)} comes twice"
+
+
+def _column_fault(table: pl.DataFrame, name: str, wanted: Any, key: Sequence[str]) -> str | None:
+    kind = table.schema[name]
+    if isinstance(wanted, Number):
+        return _figures_fault(table, name, wanted, key)
+    if isinstance(wanted, list) and isinstance(kind, pl.List):
+        missing = None if wanted[0].or_null else _null_fault(table, name, key)
+        items = table.filter(pl.col(name).list.len() > 0).explode(name)
+        return missing or _figures_fault(items, name, wanted[0], key)
+    return f"{name} is {kind}; allowed: {wanted}" if kind != wanted else _null_fault(table, name, key)
+
+
+def _null_fault(table: pl.DataFrame, name: str, key: Sequence[str]) -> str | None:
+    nulls = table.filter(pl.col(name).is_null())
+    return None if nulls.is_empty() else f"{name} is null in {_where(nulls, key)}"
 
 
 def _figures_fault(table: pl.DataFrame, name: str, wanted: Number, key: Sequence[str]) -> str | None:

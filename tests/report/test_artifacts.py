@@ -232,6 +232,18 @@ def test_a_figure_out_of_its_range_is_refused_in_every_column(
             assert name in artifacts.CHECKS[artifact](table.with_columns(new.alias(name)), sound)
 
 
+@pytest.mark.parametrize("value", [float("nan"), -2.0, 2.0**60, None, "1"])
+@pytest.mark.parametrize("name", ["tokens", "tokens_reference", "step_kl"])
+def test_so_is_one_in_a_list(name: str, value: Any, sound: Evidence) -> None:
+    assert sound.generations is not None
+    lists = sound.generations[name].to_list()
+    lists[0] = [1.0, value]
+    strings = [None if row is None else list(map(str, row)) for row in lists]
+    kept = pl.Series(name, strings) if value == "1" else pl.Series(name, lists, pl.List(pl.Float64), strict=False)
+    fault = artifacts.CHECKS["generations"](sound.generations.with_columns(kept), sound)
+    assert name in (fault or "") or (name, value) == ("step_kl", None)
+
+
 @pytest.mark.parametrize("artifact", TABLES)
 def test_a_column_that_is_missing_is_named(artifact: str, sound: Evidence) -> None:
     for name in getattr(artifacts, artifact.upper()):
