@@ -47,12 +47,15 @@ def _marks(row: Mapping[str, Any]) -> str:
 
 
 def _latency(receipt: Mapping[str, Any]) -> list[Block]:
-    latency = receipt["latency"]
+    latency, policy = receipt["latency"], receipt["decision"]["policy"]
     if not latency:
         return [f"Latency: {NOT_MEASURED}."]
-    blocks: list[Block] = [_paths(receipt["attention"]), _headline(latency), _noise(latency)]
+    blocks: list[Block] = [_paths(receipt["attention"]), _headline(latency, policy), _noise(latency)]
     blocks += [sentence for sentence in [attention_gain(receipt["attention"])] if sentence]
-    blocks += ["Every setting that was measured; – is a percentile that so few steps can't carry:", _rows(latency)]
+    blocks += [
+        "Every setting that was measured; – is a percentile that so few steps can't carry:",
+        _rows(latency, policy),
+    ]
     if peers := latency.get("peers"):
         rows = [
             (name, *((peer, "–") if isinstance(peer, str) else (shown(peer["value"]), interval(peer))))
@@ -102,8 +105,8 @@ def attention_gain(attention: Mapping[str, Any]) -> str | None:
     return text
 
 
-def _headline(latency: Mapping[str, Any]) -> Table:
-    """The figures at the target workload: exact cache, packed cache, ratio and its interval."""
+def _headline(latency: Mapping[str, Any], policy: str) -> Table:
+    """The figures at the target workload: reference, policy, ratio and its interval."""
     head, rows = latency.get("headline") or {}, latency.get("rows") or []
     none: Mapping[str, Any] = {}
     step = rows[0] if rows else none
@@ -120,11 +123,13 @@ def _headline(latency: Mapping[str, Any]) -> Table:
     p95 = ms(head.get("p95_reference_ms")), ms(head.get("p95_ms")), blank(head.get("p95_ratio"))
     speeds = [blank(step.get(name)) for name in ("reference_tokens_per_second", "tokens_per_second")]
     return Table(
-        ("at the target workload", "exact cache", "packed cache", "ratio", "95 % interval"),
+        ("at the target workload", "reference", policy, "ratio", "95 % interval"),
         [
             median("decode step, median", step, head.get("itl_ratio"), interval(head, "itl_ratio_")),
             ("decode step, 95th percentile", *p95, interval(head, "p95_ratio_")),
-            median(f"first token of {blank(context)}", first, head.get("ttft_ratio"), interval(first, "ratio_")),
+            median(
+                f"first token of a prompt of {blank(context)}", first, head.get("ttft_ratio"), interval(first, "ratio_")
+            ),
             ("tokens a second", *speeds, "–", "–"),
             held("bytes that the cache holds", "held_bytes"),
             held("the same with the peak of a decode step", "peak_bytes"),
@@ -153,14 +158,15 @@ def _machine(machine: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(latency: Mapping[str, Any]) -> Table:
-    head = ("phase", "cache", "batch", "context, tokens", "pairs", "exact p50", "packed p50", "exact p95", "packed p95")
+def _rows(latency: Mapping[str, Any], policy: str) -> Table:
+    head = ["phase", "cache", "batch", "context, tokens", "pairs"]
+    head += [f"{side} {name}" for name in ("p50", "p95") for side in ("reference", policy)]
     rows = []
     for row in latency.get("rows") or []:
         figures = [ms(row.get(f"{side}_{name}_ms")) for name in ("p50", "p95") for side in ("reference", "candidate")]
         where = (row["phase"], row.get("reuse", "fresh").replace("_", " "), shown(row["batch"]), shown(row["context"]))
         rows.append((*where, blank(row.get("pairs")), *figures, shown(row.get("ratio")), interval(row, "ratio_")))
-    return Table((*head, "ratio", "95 % interval"), rows)
+    return Table([*head, "ratio", "95 % interval"], rows)
 
 
 def _break_even(receipt: Mapping[str, Any], latency: Mapping[str, Any]) -> list[Block]:
@@ -202,7 +208,7 @@ def _capacity(receipt: Mapping[str, Any]) -> list[Block]:
         )
 
     rows = [(words, form(found.get(key(name))), form(found.get(name))) for words, name, form in figures]
-    return [Table(("", "exact cache", "packed cache"), rows)]
+    return [Table(("", "reference", receipt["decision"]["policy"]), rows)]
 
 
 def ms(value: Any) -> str:

@@ -235,7 +235,11 @@ def _safety(receipt: Mapping[str, Any]) -> list[Section]:
 
 
 def _provenance(receipt: Mapping[str, Any]) -> list[Section]:
-    facts = [("calibration", flat(receipt["calibration"]))]
+    seen = receipt["calibration"]
+    calibration = (
+        f"{seen['prompts']:,} prompts, {seen['tokens']:,} tokens, of {shown(seen['cohorts'])}" if seen else None
+    )
+    facts = [("calibration", shown(calibration))]
     facts += [
         (name.replace("_", " "), flat(value))
         for name, value in sorted((receipt["device"] or {}).items())

@@ -124,7 +124,7 @@ def test_worst_cells_hold_those_that_the_gates_name() -> None:
 def test_what_was_computed_is_not_called_held() -> None:
     row = {"batch": 1, "tokens": 4160, "reference": 2**20, "ideal": 2**19, "format": 2**19, "held": None}
     memory = [row | {"target": True, "smaller": False}, row | {"held": 2**19, "target": False, "smaller": True}]
-    receipt = {"memory": memory, "escalated_blocks": 0, "latency": None}
+    receipt = {"memory": memory, "escalated_blocks": 0, "latency": None, "decision": {"policy": "int8"}}
     block = costs(receipt, {})[0].blocks[1]
     assert isinstance(block, Table)
     assert block.rows[0][1] == "4,160 (target workload)"
@@ -141,7 +141,7 @@ def test_the_machine_of_a_timing_is_told() -> None:
         "escalated_blocks": 0,
         "attention": attention(0.3),
         "latency": {"machine": found},
-        "decision": {"packs": False, "break_even": {"faster": None, "smaller": None}},
+        "decision": {"policy": "int8", "packs": False, "break_even": {"faster": None, "smaller": None}},
     }
     text = " ".join(block for block in costs(receipt, {})[1].blocks if isinstance(block, str))
     assert "Taken with 2 threads on 4 processors, native kernels" in text
