@@ -131,7 +131,7 @@ def shortening(subject: Subject) -> str:
     require(refused.policy is None, f"a caller who didn't ask was given {refused}")
     short = route(Request("cut", 8000, 16, may_shorten=True), subject.ladder, shape, free)
     require(0 < short.prompt_tokens < 8000 and "shortened" in short.reasons[-1], f"went to {short}")
-    return short.reasons[-1]
+    return f"rejected where the caller did not ask; where it did, {short.reasons[-1]}"
 
 
 def _name(policy: CachePolicy | None) -> str:
