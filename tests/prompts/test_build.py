@@ -132,7 +132,7 @@ def test_the_longest_prompts_leave_room_for_the_answer(load_spec):
 def test_the_laptop_corpus_keeps_to_its_budget(load_spec):
     spec = load_spec("laptop")
     assert spec.prefix_tokens(8192) <= 113_000
-    assert all(sum(spec.cohorts[cohort].prompts.values()) == 36 for cohort in ("needle", "copy", "tool_arguments"))
+    assert all(sum(spec.cohorts[cohort].prompts.values()) == 56 for cohort in ("needle", "copy", "tool_arguments"))
 
 
 def test_prefix_tokens_agree_with_the_specification(smoke, load_spec):
