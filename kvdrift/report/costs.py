@@ -128,7 +128,7 @@ def _headline(latency: Mapping[str, Any], policy: str) -> Table:
             median("decode step, median", step, head.get("itl_ratio"), interval(head, "itl_ratio_")),
             ("decode step, 95th percentile", *p95, interval(head, "p95_ratio_")),
             median(
-                f"first token of a prompt of {blank(context)}", first, head.get("ttft_ratio"), interval(first, "ratio_")
+                f"first token, {blank(context)} tokens in", first, head.get("ttft_ratio"), interval(first, "ratio_")
             ),
             ("tokens a second", *speeds, "–", "–"),
             held("bytes that the cache holds", "held_bytes"),
