@@ -17,7 +17,7 @@ from rows import Row, machine, parser, report
 
 from kvdrift import models
 from kvdrift.cache.packed import PackedCache
-from kvdrift.measure.cells import Variant, layer_kl
+from kvdrift.measure.cells import Variant, layer_cells
 from kvdrift.measure.plans import read_plan
 from kvdrift.measure.reference import Stored, longest, stored
 from kvdrift.measure.replay import score
@@ -53,7 +53,7 @@ def main() -> None:
         ours, theirs = [], []
         for layer in LAYERS:
             start = time.perf_counter()
-            layer_kl(model, batch, row, layer, [Variant(policy, spans)], STEPS)
+            layer_cells(model, batch, row, layer, [Variant(policy, spans)], STEPS)
             ours.append((time.perf_counter() - start) / len(spans))
         for layer in LAYERS[:1]:
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""KL of single cells: only one layer's blocks of one position range are packed, everything else is exact.
+"""What single cells do: only one layer's blocks of one position range are packed, everything else is exact.
 
 The forward pass starts at the layer that changed, from the stored hidden state that enters it, and the cells of a
 layer are rows of one batch. Each row is compared with an exact row of the same batch, so that batch composition, whose
@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvdrift.cache import attention
 from kvdrift.cache.packed import PackedCache
-from kvdrift.measure.logits import kl
+from kvdrift.measure.logits import kl, rank_correlation
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK
 from kvdrift.measure.tensors import bucket_ranges
@@ -38,6 +38,26 @@ class Variant:
     ranges: tuple[range, ...]
 
 
+@dataclass(frozen=True)
+class Figures:
+    """The cells of one variant against the exact row, on a prompt's scored tokens."""
+
+    kl: Float[Tensor, "cells steps"]
+    same_top1: Bool[Tensor, "cells steps"]
+    rank_correlation: Float[Tensor, "cells steps"]
+    kept: Float[Tensor, " cells"] | None
+    """Task outcome: share of the gold answer's tokens that the exact row would say and the cell still says, each after
+    the gold tokens before it. None without a task, or where the exact row would say none."""
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """Means over steps, a mapping a cell: the columns FIGURES."""
+        kept = [None] * len(self.kl) if self.kept is None else self.kept.tolist()
+        columns = (self.kl.mean(1), self.kl.amax(1), self.same_top1.float().mean(1), self.rank_correlation.mean(1))
+        return [dict(zip(FIGURES, row, strict=True)) for row in zip(*(x.tolist() for x in columns), kept, strict=True)]
+
+
+FIGURES = ("kl", "kl_max", "same_top1", "rank_correlation", "kept")
+
 CELLS = pl.Schema(
     {
         "prompt": pl.String,
@@ -46,8 +66,8 @@ CELLS = pl.Schema(
         "start": pl.Int64,
         "stop": pl.Int64,
         "tensor": pl.String,
-        "kl": pl.Float64,
     }
+    | dict.fromkeys(FIGURES, pl.Float64)
 )
 """A row a cell of a candidate; [start, stop) are its packed tokens. An empty cell has null figures."""
 
@@ -59,10 +79,11 @@ def policy_cells(
     spans = bucket_ranges(stored.length)
     packed = range(policy.sink_tokens, packed_until(policy, stored.length))
     cells = [packed_span(policy, packed, span) for span in spans]
-    figures: list[float | None] = [None] * len(spans)
+    nothing = dict[str, float | None].fromkeys(FIGURES)
+    figures = [nothing] * len(spans)
     if any(cells) and not policy.layer(layer).is_exact:
-        kls = layer_kl(model, stored, row, layer, [Variant(policy, tuple(spans))], steps)[0].mean(1).tolist()
-        figures = [kl if cell else None for kl, cell in zip(kls, cells, strict=True)]
+        found = layer_cells(model, stored, row, layer, [Variant(policy, tuple(spans))], steps)[0].rows()
+        figures = [own if cell else nothing for own, cell in zip(found, cells, strict=True)]
     return [
         {
             "prompt": stored.prompts[row].id,
@@ -71,9 +92,9 @@ def policy_cells(
             "start": cell.start if cell else None,
             "stop": cell.stop if cell else None,
             "tensor": "both",
-            "kl": kl,
         }
-        for span, cell, kl in zip(spans, cells, figures, strict=True)
+        | own
+        for span, cell, own in zip(spans, cells, figures, strict=True)
     ]
 
 
@@ -84,16 +105,15 @@ def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
 
 
 @torch.inference_mode()
-def layer_kl(
+def layer_cells(
     model: Any, stored: Stored, row: int, layer: int, variants: Sequence[Variant], steps: int
-) -> list[Float[Tensor, "cells steps"]]:
-    """KL in nats of every cell of one layer, a tensor a variant, on the first `steps` scored tokens of one prompt.
+) -> list[Figures]:
+    """Every cell of one layer, by variant, on the first `steps` scored tokens of one prompt.
 
     `steps` is a multiple of the chunk, or all that the prompt scores. The model uses the kvdrift attention function.
     """
     decoder, device = model.get_decoder(), model.device
-    exact = Variant(variants[0].policy, (range(0),))
-    batches = [exact, *variants]
+    batches = [Variant(variants[0].policy, (range(0),)), *variants]
     caches = [PackedCache(v.policy, model.config, dtype=model.dtype, pack_ranges={layer: v.ranges}) for v in batches]
     sizes = [len(v.ranges) for v in batches]
     for cache, size in zip(caches, sizes, strict=True):
@@ -115,9 +135,19 @@ def layer_kl(
             for index in range(layer + 1, len(decoder.layers)):
                 hidden = _run(decoder.layers[index], hidden, rest, shared)
             logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
-    log_p = torch.cat(logits, dim=1)
-    found = kl(log_p[:1].expand(log_p.shape[0] - 1, -1, -1), log_p[1:]).cpu()
-    return list(found.split(sizes[1:]))
+    prompt = stored.prompts[row]
+    scored = min(steps, prompt.scored - 1)
+    log_p = torch.cat(logits, dim=1)[:, :scored]
+    exact_row, rows = log_p[:1], log_p[1:]
+    top, said = exact_row.argmax(-1), rows.argmax(-1)
+    kept = None
+    if prompt.task:
+        right = top == torch.tensor([prompt.continuation[1 : scored + 1]], device=device)
+        kept = (said == top)[:, right[0]].float().mean(1).cpu() if bool(right.any()) else None
+    figures = [kl(exact_row.expand_as(rows), rows), said == top, rank_correlation(exact_row, rows)]
+    kls, same, ranks = (x.cpu().split(sizes[1:]) for x in figures)
+    shares = [None] * len(variants) if kept is None else kept.split(sizes[1:])
+    return [Figures(*own) for own in zip(kls, same, ranks, shares, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def compare(
         "kl": kl(p, q),
         "same_top1": p.argmax(-1) == q.argmax(-1),
         "delta_p": (-nll).exp() - (-nll_reference).exp(),
-        "rank_correlation": _rank_correlation(p, q),
+        "rank_correlation": rank_correlation(p, q),
         "nll_reference": nll_reference,
         "nll": nll,
     }
@@ -35,10 +35,10 @@ def kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"])
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0)
 
 
-def _rank_correlation(p: Tensor, q: Tensor) -> Tensor:
-    """Spearman: 1 − 6 Σd² / n(n² − 1), over the reference's top tokens in its own order."""
+def rank_correlation(p: Float[Tensor, "*#rows vocab"], q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
+    """Spearman: 1 − 6 Σd² / n(n² − 1), over the top 50 tokens of p in its own order."""
     n = min(TOP, p.shape[-1])
-    top = p.topk(n, dim=-1).indices
+    top = p.topk(n, dim=-1).indices.expand(*q.shape[:-1], n)
     order = q.gather(-1, top).argsort(dim=-1, descending=True, stable=True)
     ranks = order.argsort(dim=-1)
     d = (ranks - torch.arange(n, device=p.device)).double()

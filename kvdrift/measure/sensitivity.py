@@ -1,4 +1,4 @@
-"""The sensitivity map: KL and cosine of each cell under probe quantizers, one tensor at a time."""
+"""The sensitivity map: what each cell does under probe quantizers, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from kvdrift.layout import block_layout
-from kvdrift.measure.cells import Variant, layer_kl, packed_span
+from kvdrift.measure.cells import FIGURES, Variant, layer_cells, packed_span
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import bucket_ranges, errors
@@ -25,13 +25,11 @@ SCHEMA = pl.Schema(
         "bucket": pl.Int64,
         "start": pl.Int64,
         "stop": pl.Int64,
-        "kl": pl.Float64,
-        "kl_max": pl.Float64,
-        "cosine": pl.Float64,
     }
+    | dict.fromkeys((*FIGURES, "cosine", "error"), pl.Float64)
 )
-"""A row a cell. A null bucket is the layer's whole packed span. [start, stop) are the packed tokens; empty cells have
-null figures."""
+"""A row a cell; `error` is relative L2. A null bucket is the layer's whole packed span. [start, stop) are the packed
+tokens; empty cells have null figures."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,27 @@ def layer_rows(
             spans = [whole, *(bucket_ranges(stored.length) if probe.by_bucket else ())]
             variants.append(Variant(only, tuple(spans)))
             named.append((probe, tensor, alone, spans))
-    kls = layer_kl(model, stored, at, layer, variants, steps)
-    rows = []
-    for (probe, tensor, alone, spans), figures in zip(named, kls, strict=True):
+    found = layer_cells(model, stored, at, layer, variants, steps)
+    rows, nothing = [], dict.fromkeys(SCHEMA)
+    for (probe, tensor, alone, spans), figures in zip(named, found, strict=True):
         layout = block_layout(alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
         decoded = through_pages(keys, values, replace(probe.policy, layers=(alone,)), layout)
         inside = slice(decoded.span.start, decoded.span.stop)
         exact, new = (keys[:, inside], decoded.keys) if tensor == "key" else (values[:, inside], decoded.values)
-        cosine = errors(exact, new).cosine.mean(0)
-        for index, span in enumerate(spans):
+        wrong = errors(exact, new)
+        cosine, error = wrong.cosine.mean(0), wrong.relative_l2.mean(0)
+        for index, (span, own) in enumerate(zip(spans, figures.rows(), strict=True)):
             packed = packed_span(probe.policy, decoded.span, span)
-            row = {"prompt": stored.prompts[at].id, "probe": probe.name, "layer": layer, "tensor": tensor}
+            row: dict[str, Any] = {
+                "prompt": stored.prompts[at].id,
+                "probe": probe.name,
+                "layer": layer,
+                "tensor": tensor,
+            }
             row |= {"bucket": None if index == 0 else span.start, "start": None, "stop": None}
-            row |= {"kl": None, "kl_max": None, "cosine": None}
             if packed:
                 inner = slice(packed.start - decoded.span.start, packed.stop - decoded.span.start)
-                row |= {"start": packed.start, "stop": packed.stop, "kl": float(figures[index].mean())}
-                row |= {"kl_max": float(figures[index].max()), "cosine": float(cosine[inner].mean())}
-            rows.append(row)
+                row |= {"start": packed.start, "stop": packed.stop} | own
+                row |= {"cosine": float(cosine[inner].mean()), "error": float(error[inner].mean())}
+            rows.append(nothing | row)
     return rows

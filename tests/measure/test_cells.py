@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from kvdrift.cache import sealing
 from kvdrift.kernels.definition import SCALE_DTYPE
-from kvdrift.measure.cells import Variant, layer_kl, policy_cells
+from kvdrift.measure.cells import Variant, layer_cells, policy_cells
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored, run
 from kvdrift.measure.tensors import bucket_ranges, errors
@@ -89,7 +89,7 @@ def test_an_injected_error_is_found_at_exactly_its_layer_bucket_and_tensor(llama
             for tensor, pair in alone.items():
                 only = replace(policy, layers=tuple(pair if i == layer else LayerPolicy() for i in range(layers)))
                 spans = bucket_ranges(LENGTH)
-                kls = layer_kl(llama, stored, 0, layer, [Variant(only, tuple(spans))], STEPS)[0].mean(1)
+                kls = layer_cells(llama, stored, 0, layer, [Variant(only, tuple(spans))], STEPS)[0].kl.mean(1)
                 found |= {(layer, span.start, tensor): float(kl) for span, kl in zip(spans, kls, strict=True)}
         return found
 
@@ -112,17 +112,37 @@ def test_a_cell_that_packs_nothing_is_null_and_others_are_not(llama, stored):
 
 def test_the_exact_row_of_a_batch_is_the_models_own_path(llama, stored):
     """A variant with an empty range changes nothing: KL 0 to the last bit."""
-    (found,) = layer_kl(llama, stored, 1, 0, [Variant(POLICY.bind(2, 32), (range(0),))], STEPS)
-    assert float(found.abs().max()) == 0.0
+    (found,) = layer_cells(llama, stored, 1, 0, [Variant(POLICY.bind(2, 32), (range(0),))], STEPS)
+    assert float(found.kl.abs().max()) == 0.0
+    assert bool(found.same_top1.all())
+    assert float(found.rank_correlation.min()) == 1.0
+    assert found.kept is None
 
 
 def test_a_cell_equals_packing_that_cell_in_the_whole_model(llama, stored):
     """Against a plain forward pass through a cache in which only that layer packs, from another direction."""
     only = POLICY.bind(2, 32)
     only = replace(only, layers=(LayerPolicy(), only.layers[1]))
-    (found,) = layer_kl(llama, stored, 0, 1, [Variant(only, (range(LENGTH),))], STEPS)
+    (found,) = layer_cells(llama, stored, 0, 1, [Variant(only, (range(LENGTH),))], STEPS)
     whole = whole_stack_kl(llama, [(stored, 0)], STEPS)(only)
-    assert float(found.mean()) == pytest.approx(whole, rel=0.02)
+    assert float(found.kl.mean()) == pytest.approx(whole, rel=0.02)
+
+
+def test_a_cell_keeps_of_the_answer_what_the_exact_row_says_too(llama, stored):
+    """The gold answer is what the exact model says but for one token, which therefore doesn't count."""
+    llama.set_attn_implementation("sdpa")
+    gold = stored.read("logits")[0][0].argmax(-1).tolist()
+    llama.set_attn_implementation("kvdrift")
+    answer = (stored.prompts[0].continuation[0], *gold[:3], 96 - gold[3], *gold[4:])
+    prompt = replace(stored.prompts[0], task="number", continuation=answer, scored=9)
+    asked = Stored(stored.path, (prompt, stored.prompts[1]))
+    rough = CachePolicy(name="k2", block=32, layers=(LayerPolicy(key=Quantizer(bits=2)),)).bind(2, 32)
+    (found,) = layer_cells(llama, asked, 0, 0, [Variant(rough, (range(0), range(LENGTH)))], STEPS)
+    assert found.kl.shape == (2, 8)
+    same = found.same_top1[:, [0, 1, 2, 4, 5, 6, 7]].float().mean(1)
+    assert found.kept is not None
+    assert found.kept.tolist() == pytest.approx(same.tolist())
+    assert found.kept[0] == 1.0 > found.kept[1]
 
 
 def test_case_13_per_channel_keys_survive_an_outlier_channel(stored):
