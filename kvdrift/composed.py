@@ -36,9 +36,12 @@ class Selections:
         wrong = []
         if not self.policies or len(set(self.policies)) < len(self.policies):
             wrong.append(f"policies is {self.policies}; list at least one, each once")
-        for name in (self.profile, self.model, self.corpus, self.gates, *self.policies):
+        one = [(group, getattr(self, group)) for group in ("profile", "model", "corpus", "gates")]
+        for group, name in [*one, *(("policies", name) for name in self.policies)]:
             if not NAME.fullmatch(name):
-                wrong.append(f"{name!r} is selected; allowed: a letter, then letters, digits, _ and -. Rename its file")
+                wrong.append(
+                    f"{group} names {name!r}; allowed: a letter, then letters, digits, _ and -. Rename its file"
+                )
         if wrong:
             raise ValueError(*wrong)
 

@@ -123,8 +123,13 @@ SELECTION = [
     ("params.yaml", "[exact, int4, auto]", "exact", "params.yaml: policies is 'exact'; allowed: a list of str"),
     ("params.yaml", "[exact, int4, auto]", "[]", "params.yaml: policies is []; list at least one, each once"),
     ("params.yaml", "int4", "exact", "policies is ['exact', 'exact', 'auto']; list at least one, each once"),
-    ("params.yaml", "int4", "my/int4", "'my/int4' is selected; allowed: a letter, then letters, digits, _ and -"),
-    ("params.yaml", "int4", "my int4", "'my int4' is selected; allowed: a letter"),
+    (
+        "params.yaml",
+        "int4",
+        "my/int4",
+        "params.yaml: policies names 'my/int4'; allowed: a letter, then letters, digits, _ and -",
+    ),
+    ("params.yaml", "int4", "my int4", "params.yaml: policies names 'my int4'; allowed: a letter"),
     ("params.yaml", "policies: [", "policies: ", "params.yaml, line 1: not YAML: "),
     ("params.yaml", PARAMS, "- 1", "params.yaml: the file is [1]; allowed: the keys profile, model"),
 ]
