@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int32, Int64, UInt8
 from torch import Tensor
 
 from kvdrift.layout import HEADER_BYTES, BlockLayout, TensorLayout
+from kvdrift.policy import Quantizer
 from kvdrift.quantizers import bitpack, float8, uniform
 from kvdrift.quantizers.groups import Codes
 
@@ -92,8 +93,12 @@ def decode_attention(
     share = query_heads // kv_heads
     scores = query.float() @ keys.repeat_interleave(share, 1).transpose(-1, -2) * scaling
     weights = scores.masked_fill(~visible[:, None], float("-inf")).double().softmax(-1)
-    hidden = torch.where(visible.any(1)[:, None, :, None], values, 0.0).double()
-    return (weights @ hidden.repeat_interleave(share, 1)).to(query.dtype)
+
+    def answer(i: int) -> Tensor:
+        seen = torch.where(visible[:, i, None, :, None], values, 0.0).double()  # 0 · ∞ is NaN
+        return weights[:, :, i : i + 1] @ seen.repeat_interleave(share, 1)
+
+    return torch.cat([answer(i) for i in range(queries)], dim=2).to(query.dtype)
 
 
 def _seal_tensor(x: Tensor, layout: TensorLayout, payload: Tensor) -> Tensor:
@@ -104,15 +109,22 @@ def _seal_tensor(x: Tensor, layout: TensorLayout, payload: Tensor) -> Tensor:
         return x.isfinite().flatten(1).all(-1)
     rows = x.transpose(-1, -2) if layout.channel_major else x
     groups = rows.unflatten(-1, (layout.groups, layout.group))
-    dtype = SCALE_DTYPE[quantizer.scale_dtype]
-    codes: Codes = (
-        uniform.encode(groups, quantizer.bits, dtype) if quantizer.format == "uniform" else float8.encode(groups, dtype)
-    )
+    codes = _encode(groups, quantizer)
     _write(payload, layout.codes, bitpack.pack(codes.codes.flatten(-2), quantizer.bits))
     for offset, stored in ((layout.scales, codes.scale), (layout.lows, codes.low)):
         if stored is not None:
             _write(payload, offset, stored[..., 0].transpose(-1, -2).contiguous().view(torch.uint8))
     return codes.fits.flatten(1).all(-1)
+
+
+def _encode(groups: Tensor, quantizer: Quantizer) -> Codes:
+    dtype = SCALE_DTYPE[quantizer.scale_dtype]
+    match quantizer.format:
+        case "uniform":
+            return uniform.encode(groups, quantizer.bits, dtype)
+        case "fp8_e4m3":
+            return float8.encode(groups, dtype)
+    raise ValueError(f"no kernel packs the format {quantizer.format!r}; allowed: uniform, fp8_e4m3")
 
 
 def _unseal_tensor(content: Tensor, layout: TensorLayout, dtype: torch.dtype) -> Tensor:

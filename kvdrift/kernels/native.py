@@ -56,6 +56,8 @@ class _Call(ctypes.Structure):
 
 def _tensor_spec(layout: TensorLayout) -> _TensorSpec:
     quantizer = layout.quantizer
+    if quantizer is not None and quantizer.format not in KINDS:
+        raise ValueError(f"no kernel packs the format {quantizer.format!r}; allowed: {', '.join(KINDS)}")
     kind, bits, scale = (0, 0, 0) if quantizer is None else (KINDS[quantizer.format], quantizer.bits, 0)
     if quantizer is not None:
         scale = 2 if quantizer.scale_dtype == "float16" else 4

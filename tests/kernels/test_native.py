@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -228,6 +229,39 @@ def test_one_thread_and_two_agree() -> None:
         assert torch.equal(again[pages.long(), 64:], arena[pages.long(), 64:])
         outputs.append(native.decode_attention(query, layout, arena, pages[None], tokens, exact, exact, lengths, 0.125))
     assert torch.allclose(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", [native, definition], ids=["native", "definition"])
+@pytest.mark.parametrize("share", [1, 3])
+def test_what_is_not_finite_spoils_only_the_queries_that_see_it(kernels: ModuleType, share: int) -> None:
+    torch.manual_seed(0)
+    layout = block_layout(KIVI4, 64, 2, 64, 4)
+    arena, pages, _ = seal_both(torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64), layout)
+    query, keys, values = torch.randn(1, 2 * share, 3, 64), torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 64)
+
+    def answer(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        tables = pages[None], torch.tensor([[64]], dtype=torch.int32)
+        return kernels.decode_attention(
+            query, layout, arena, *tables, keys, values, torch.tensor([20], dtype=torch.int32), 0.125
+        )
+
+    clean = answer(keys, values)
+    for spoiled, bad in ((keys, "nan"), (values, "nan"), (values, "inf")):
+        tensors = [x.clone() for x in (keys, values)]
+        tensors[spoiled is values][:, :, -1] = float(bad)
+        out = answer(*tensors)
+        assert torch.equal(out[:, :, :2], clean[:, :, :2])
+        assert not out[:, :, 2].isfinite().any()
+
+
+def test_an_unknown_format_is_refused() -> None:
+    unknown = Quantizer()
+    object.__setattr__(unknown, "format", "nf4")
+    layout = block_layout(LayerPolicy(unknown, unknown), 32, 1, 64, 4)
+    x, arena = torch.zeros(1, 1, 32, 64), torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+    for kernels in (native, definition):
+        with pytest.raises(ValueError, match="'nf4'; allowed: uniform, fp8_e4m3"):
+            kernels.seal(x, x, layout, arena, torch.zeros(1, dtype=torch.int32))
 
 
 def test_dtypes_that_differ_are_refused() -> None:

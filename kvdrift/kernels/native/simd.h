@@ -9,6 +9,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(KVDRIFT_PORTABLE)
 #define KVDRIFT_AVX512 1
 #include <immintrin.h>
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define KVDRIFT_VNNI 1
+#endif
 #endif
 
 namespace kvdrift {

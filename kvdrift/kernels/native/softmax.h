@@ -4,9 +4,9 @@
 
 namespace kvdrift {
 
-// 2^x for x ≤ 0, to about one unit in the last place; −∞ gives 0.
+// 2^x for x ≤ 0, to about one unit in the last place; −∞ gives 0, NaN itself.
 INLINE f32x16 exp2_negative(f32x16 x) {
-    x = max(x, f32x16{} - 127.0f);
+    x = max(f32x16{} - 127.0f, x);
     const f32x16 shifted = x + 12582912.0f;  // 1.5·2²³: its low bits are x, rounded
     const f32x16 f = x - (shifted - 12582912.0f);
     f32x16 p = broadcast(1.5252734e-5f);  // Taylor: ln2^k / k!; the eighth term is below 6e-9 for |f| ≤ 1/2
@@ -29,8 +29,9 @@ struct Running {
     float sum() const { return fold(sums, Sum()); }
 };
 
-// Turns scores[0, padded) into weights, all scores at or behind `visible` into 0, and rescales what was summed before.
-INLINE void absorb(Running &state, float *scores, int padded, int visible, float *values, int channels) {
+// Turns scores[0, padded) into weights, all at or behind `visible` into 0, and rescales what was summed before.
+// Returns the largest weight.
+INLINE float absorb(Running &state, float *scores, int padded, int visible, float *values, int channels) {
     f32x16 highest = f32x16{} - INFINITY;
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int t = 0; t < padded; t += LANES) {
@@ -44,12 +45,15 @@ INLINE void absorb(Running &state, float *scores, int padded, int visible, float
         for (int c = 0; c < channels; c += LANES) store(values + c, load<f32x16>(values + c) * shrink);
         state.sums *= shrink, state.highest = block_highest;
     }
-    const float highest_so_far = visible > 0 ? state.highest : 0;
+    const float base = state.highest == -INFINITY ? 0 : state.highest;
+    f32x16 sums = state.sums;
     for (int t = 0; t < padded; t += LANES) {
-        const f32x16 p = exp2_negative(load<f32x16>(scores + t) - highest_so_far);
+        const f32x16 p = exp2_negative(load<f32x16>(scores + t) - base);
         store(scores + t, p);
-        state.sums += p;
+        sums += p;
     }
+    state.sums = sums;
+    return exp2_negative(block_highest - base);
 }
 
 }  // namespace kvdrift

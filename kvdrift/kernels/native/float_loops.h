@@ -1,34 +1,17 @@
-// The two inner loops of attention over one block of one head, for R query rows at a time (R ≤ 4). Each turns codes into
-// floats once, in registers, and feeds them to every query row:
-//   weighted_rows   Σ over rows of weight · row: scores from channel-major keys, outputs from token-major values
-//   row_products    query · row: scores from token-major keys
-// Rows are read in units of sixteen elements a plane, so a row's planes must be multiples of sixteen long.
+// The loops in float32. Each turns codes into floats once, in registers, and feeds them to every query row.
 #pragma once
-#include "layout.h"
-#include "simd.h"
+#include "loops.h"
 
 namespace kvdrift {
 
-constexpr int ROWS = 4;  // most query rows of one pass
-
 // A source reads one unit of a row: 16 elements of each of its planes, as plain numbers (no scale; E4M3 in 1/256ths).
-struct U8 {
-    static constexpr int planes = 1, bytes = 16, chunks = 4;
-    static INLINE void read(const uint8_t *from, f32x16 *x) { x[0] = to_float(widen(load<u8x16>(from))); }
-};
-struct U4 {
-    static constexpr int planes = 2, bytes = 16, chunks = 2;
+template <int Bits>
+struct Unsigned {
+    static constexpr int planes = 8 / Bits, bytes = 16, chunks = Bits / 2;
     static INLINE void read(const uint8_t *from, f32x16 *x) {
         const i32x16 b = widen(load<u8x16>(from));
-        x[0] = small_float<4>(b), x[1] = small_float<4>(b >> 4);
-    }
-};
-struct U2 {
-    static constexpr int planes = 4, bytes = 16, chunks = 1;
-    static INLINE void read(const uint8_t *from, f32x16 *x) {
-        const i32x16 b = widen(load<u8x16>(from));
-        x[0] = small_float<2>(b), x[1] = small_float<2>(b >> 2), x[2] = small_float<2>(b >> 4);
-        x[3] = small_float<2>(b >> 6);
+#pragma GCC unroll 4
+        for (int p = 0; p < planes; p++) x[p] = Bits == 8 ? to_float(b) : small_float<Bits>(b >> (Bits * p));
     }
 };
 struct E4M3 {
@@ -48,24 +31,6 @@ struct BF16 {
     static INLINE void read(const uint8_t *from, f32x16 *x) { x[0] = from_bfloat(load<u16x16>(from)); }
 };
 
-// One block of one head as the loops see it. Scale and low are float32 [groups][rows]; null where there are none.
-struct Operand {
-    const uint8_t *codes;
-    int64_t stride;  // bytes from row to row
-    int rows, row, groups;
-    const float *scale, *low;
-    int64_t ahead;  // bytes from here to the codes that are read next, fetched meanwhile; 0 if there are none
-};
-
-// The pages of a sequence lie anywhere in the arena, so the hardware can't foresee the next one.
-template <int Bytes>
-INLINE void fetch(const uint8_t *from) {
-#pragma GCC unroll 4
-    for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(from + i);
-}
-
-// out[r * out_row + e] += Σ over rows of weight[group of e][r][row] · code[row][e], for the first `rows` rows.
-// The caller has multiplied the scales into the weights, and adds what the lows contribute.
 template <class S, int R, int C, bool Grouped>
 INLINE void weighted_pass(const Operand &a, const float *weight, int64_t weight_row, int64_t weight_group, int rows,
                           int chunk, float *out, int64_t out_row) {
@@ -79,7 +44,7 @@ INLINE void weighted_pass(const Operand &a, const float *weight, int64_t weight_
     f32x16 acc[R][N] = {};
     for (int row = 0; row < rows; row++, codes += a.stride) {
         f32x16 x[N];
-        fetch<C * S::bytes>(codes + a.ahead);
+        if (a.ahead) fetch(codes + a.ahead, C * S::bytes);
 #pragma GCC unroll 4
         for (int i = 0; i < C; i++) S::read(codes + i * S::bytes, x + i * P);
 #pragma GCC unroll 4
@@ -99,8 +64,18 @@ INLINE void weighted_pass(const Operand &a, const float *weight, int64_t weight_
 }
 
 template <class S, int R, bool Grouped>
-void weighted_rows(const Operand &a, const float *weight, int64_t weight_row, int64_t weight_group, int rows, float *out,
-                   int64_t out_row) {
+void weighted_rows(const Operand &a, const Factors &f, int rows, float *out, int64_t out_row) {
+    float scaled[(Grouped ? LONGEST / LANES : 1) * R * LONGEST];
+    const float *weight = f.x;
+    int64_t weight_row = f.row, weight_group = 0;
+    if (a.scale) {
+        weight = scaled, weight_row = a.rows, weight_group = R * weight_row;
+        for (int g = 0; g < a.groups; g++)
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < a.rows; i += LANES)
+                    store(scaled + g * weight_group + r * weight_row + i,
+                          load<f32x16>(f.x + r * f.row + i) * load<f32x16>(a.scale + g * a.rows + i));
+    }
     const int chunks = a.row / (S::planes * LANES);
     int chunk = 0;
     for (; chunk + S::chunks <= chunks; chunk += S::chunks)
@@ -109,19 +84,17 @@ void weighted_rows(const Operand &a, const float *weight, int64_t weight_row, in
         weighted_pass<S, R, 1, Grouped>(a, weight, weight_row, weight_group, rows, chunk, out, out_row);
 }
 
-// out[r * out_row + row] = Σ over elements of query[r][e] · x[row][e], for `rows` rows rounded up to four.
-// Grouped: x = scale · code + low. Else x is the bare code, and the caller applies the one scale and low a row has.
+// Four rows at a time, so more than asked for may be written.
 template <class S, int R, bool Grouped>
-void row_products(const Operand &a, const float *query, int64_t query_row, int rows, float *out, int64_t out_row) {
+void row_products(const Operand &a, const Factors &query, int rows, float *out, int64_t out_row) {
     constexpr int P = S::planes;
     const int plane = a.row / P, chunks = plane / LANES;
     const int group_chunks = a.groups ? a.row / a.groups / LANES : 1;
     for (int row = 0; row < rows; row += 4) {
         const uint8_t *codes[4];
         for (int i = 0; i < 4; i++) codes[i] = a.codes + (row + i < a.rows ? row + i : a.rows - 1) * a.stride;
-        for (int i = 0; i < 4; i++)
-            for (int byte = 0; byte < chunks * S::bytes; byte += 64) __builtin_prefetch(codes[i] + byte + a.ahead);
         f32x16 acc[R][4] = {};
+        if (a.ahead) fetch(codes[0] + a.ahead, 4 * a.stride);
         for (int chunk = 0; chunk < chunks; chunk++) {
             f32x16 x[4][P];
 #pragma GCC unroll 4
@@ -138,7 +111,7 @@ void row_products(const Operand &a, const float *query, int64_t query_row, int r
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
-                    const f32x16 q = load<f32x16>(query + r * query_row + p * plane + chunk * LANES);
+                    const f32x16 q = load<f32x16>(query.x + r * query.row + p * plane + chunk * LANES);
 #pragma GCC unroll 4
                     for (int i = 0; i < 4; i++) acc[r][i] += q * x[i][p];
                 }
@@ -150,16 +123,8 @@ void row_products(const Operand &a, const float *query, int64_t query_row, int r
     }
 }
 
-// The loops for one format, by number of query rows − 1.
-struct Kernels {
-    using Weighted = void (*)(const Operand &, const float *, int64_t, int64_t, int, float *, int64_t);
-    using Products = void (*)(const Operand &, const float *, int64_t, int, float *, int64_t);
-    Weighted weighted[ROWS];
-    Products products[ROWS];
-};
-
 template <class S, bool Grouped>
-constexpr Kernels kernels_of = {
+constexpr Loops float_loops = {
     {weighted_rows<S, 1, Grouped>, weighted_rows<S, 2, Grouped>, weighted_rows<S, 3, Grouped>, weighted_rows<S, 4, Grouped>},
     {row_products<S, 1, Grouped>, row_products<S, 2, Grouped>, row_products<S, 3, Grouped>, row_products<S, 4, Grouped>},
 };
