@@ -186,16 +186,18 @@ def attention_frame(policy: CachePolicy) -> pl.DataFrame:
 def cells_frame(policy: CachePolicy, kl: float) -> pl.DataFrame:
     """Two probes; the shorter one packs nothing in the last bucket."""
     probes = [prompt for prompt in PROMPTS if prompt.id in ("code-2048-0", "needle_grid-8128-0")]
+    figures = {"kl_max": kl, "same_top1": 1.0, "rank_correlation": 0.999, "kept": None}
     rows = [
         {"prompt": prompt.id, "layer": layer, "bucket": bucket, "tensor": "both"}
         | {"start": span.start if span else None, "stop": span.stop if span else None}
+        | {name: figure if span else None for name, figure in figures.items()}
         | {"kl": kl * (1 + layer) / 10 if span else None}
         for prompt in probes
         for layer in range(SHAPE.layers)
         for bucket, span in cells(policy, prompt, layer)
     ]
     schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64, "start": pl.Int64, "stop": pl.Int64}
-    return pl.DataFrame(rows, schema=schema | {"tensor": pl.String, "kl": pl.Float64})
+    return pl.DataFrame(rows, schema=schema | {"tensor": pl.String} | dict.fromkeys(("kl", *figures), pl.Float64))
 
 
 def logits_frame(kl: float) -> pl.DataFrame:
