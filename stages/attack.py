@@ -17,6 +17,8 @@ class AttackConfig:
     """How many more prompts repeat the tokens whose keys calibration found largest."""
     length: int
     """Prefix tokens of an attack, cut to three quarters of the model's positions."""
+    exact_tail: int
+    """The newest tokens, which most policies keep exact and no fact is put into: residual window and a block."""
     seed: int
     manifest: Path
     sensitivity: Path
@@ -24,9 +26,8 @@ class AttackConfig:
     out: Path
 
     def __post_init__(self) -> None:
-        require(
-            self, cells=(1, 1000), items=(1, 1000), repeated=(0, 1000), length=(128, 2**20, 16), seed=(0, 2**32 - 1)
-        )
+        require(self, cells=(1, 1000), items=(1, 1000), repeated=(0, 1000), seed=(0, 2**32 - 1))
+        require(self, length=(128, 2**20, 16), exact_tail=(0, 2**20))
 
 
 @stage("attack")
@@ -46,7 +47,9 @@ def main(config: AttackConfig) -> None:
     _, shape = models.read_manifest(config.manifest)
     length = min(config.length, (shape.positions or config.length) * 3 // 4 // LENGTH_STEP * LENGTH_STEP)
     cells = pl.read_parquet(config.sensitivity).drop_nulls(["bucket", "kl"])
-    worst = cells.filter(pl.col("stop") <= length).sort("kl", descending=True)
+    end = length - config.exact_tail
+    worst = cells.filter(pl.col("start") < end).with_columns(stop=pl.min_horizontal("stop", end))
+    worst = worst.sort("kl", descending=True)
     worst = worst.unique(["start", "stop"], keep="first", maintain_order=True).head(config.cells)
     model, tokenizer = models.load(config.manifest, config.profile.torch_device)
     spans = list(worst.select("start", "stop").iter_rows())
