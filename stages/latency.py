@@ -1,6 +1,6 @@
 """Decode over the packed cache beside the reference cache, paired; write latency, break-even, memory and capacity."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class LatencyConfig:
 def main(config: LatencyConfig) -> None:
     import json
     import os
+    from functools import partial as bound
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which finds the peak, writes to stderr
 
@@ -58,18 +59,20 @@ def main(config: LatencyConfig) -> None:
     inputs = [asdict(config), policy.to_dict(), json.loads(config.device.read_text())]
     kept = partial(inputs, [Path("kvdrift"), Path("stages/latency.py"), config.manifest, config.prompts])
     cold = kept.once("cold", lambda: service.cold_starts(bench, first.context, sweep.cold_starts, seed))
-    floor = kept.once("floor", lambda: service.sample_floor(bench, first, sweep.pairs, seed))
-    todo = points(sweep, config.workload, config.scheduler, prefix.length)
-    found = {
-        point: kept.once(point.name, lambda point=point: service.sample(bench, point, sweep.turn, seed))
-        for point in tqdm(todo, desc=f"latency {config.plan}", unit="point")
-    }
+    floors, sampled = [], {point: [] for point in points(sweep, config.workload, config.scheduler, prefix.length)}
+    for visit in tqdm(range(sweep.visits), desc=f"latency {config.plan}", unit="visit"):
+        base = replace(first, generated=sweep.pairs).share(sweep.visits)
+        floors.append(kept.once(f"floor-v{visit}", bound(service.sample_floor, bench, base, seed + visit)))
+        for point, visits in sampled.items():
+            work = bound(service.sample, bench, point.share(sweep.visits), sweep.turn, seed + visit)
+            visits.append(kept.once(f"{point.name}-v{visit}", work))
+    found = {point: service.joined(visits) for point, visits in sampled.items()}
     content = {
         "policy": policy.id,
         "workload": asdict(config.workload) | {"context": first.context},
         "rows": [service.row(point, samples, seed) for point, samples in found.items()],
         "break_even": service.break_evens(found, model.config.max_position_embeddings, seed),
-        "noise_floor": asdict(timing.ratio(service.pairs_of(floor), seed)),
+        "noise_floor": asdict(timing.ratio(service.pairs_of(service.joined(floors)), seed)),
         "capacity": kept.once(
             "capacity", lambda: service.capacity(bench, sweep.capacity, config.scheduler, first.context)
         ),

@@ -47,11 +47,11 @@ def break_even(points: Mapping[int, Pairs], limit: int, seed: int, resamples: in
     if len(points) < 2:
         raise ValueError(f"a line needs two lengths; measured: {sorted(points)}")
     lengths = np.array(sorted(points), dtype=float)
-    times = [np.array([points[int(n)].reference, points[int(n)].candidate]) for n in lengths]
+    measured = [points[int(n)] for n in lengths]
+    times = [np.array([pairs.reference, pairs.candidate]) for pairs in measured]
     rng = np.random.default_rng(seed)
-    resampled = np.stack(
-        [np.median(t[:, rng.integers(0, t.shape[1], (resamples, t.shape[1]))], axis=-1) for t in times], axis=-1
-    )  # [path, resample, length]
+    drawn_times = [t[:, pairs.draws(resamples, rng)] for t, pairs in zip(times, measured, strict=True)]
+    resampled = np.stack([np.median(t, axis=-1) for t in drawn_times], axis=-1)  # [path, resample, length]
     reference, candidate = (_fit(lengths, np.array([np.median(t[path]) for t in times])) for path in (0, 1))
     verdict, tokens = crossing(reference, candidate, limit)
     drawn = [crossing(_fit(lengths, r), _fit(lengths, c), limit) for r, c in zip(*resampled, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,22 +27,31 @@ ENERGY_STEPS = 32
 
 @torch.inference_mode()
 def sample(bench: Bench, point: Point, turn: int, seed: int) -> dict[str, Any]:
-    """Paired milliseconds of one point, and the bytes that both caches held when it ended."""
+    """One visit: paired milliseconds of a point over caches filled anew, and the bytes that both held at its end."""
     if point.phase == "prefill":
         prefills = _prefills(bench, point, turn)
-        pairs = paired(*prefills, point.generated, seed, bench.device, warmup=1)
-        return asdict(pairs) | {"bytes": [None, None]}
+        return _pairs(*prefills, point.generated, seed, bench.device) | {"bytes": [None, None]}
     caches = _filled(bench, point, turn)
     works = [bench.decode(cache, point.batch) for cache in caches]
-    pairs = paired(works[0], works[1], point.generated, seed, bench.device)
-    return asdict(pairs) | {"bytes": [held_bytes(cache) for cache in caches]}
+    found = _pairs(works[0], works[1], point.generated, seed, bench.device)
+    return found | {"bytes": [held_bytes(cache) for cache in caches]}
 
 
 @torch.inference_mode()
-def sample_floor(bench: Bench, point: Point, pairs: int, seed: int) -> dict[str, Any]:
-    """The reference path against itself."""
+def sample_floor(bench: Bench, point: Point, seed: int) -> dict[str, Any]:
+    """One visit of the reference path against itself."""
     works = [bench.decode(bench.dynamic(point.batch, point.context), point.batch) for _ in "ab"]
-    return asdict(paired(works[0], works[1], pairs, seed, bench.device))
+    return _pairs(works[0], works[1], point.generated, seed, bench.device) | {"bytes": [None, None]}
+
+
+def _pairs(reference: Work, candidate: Work, pairs: int, seed: int, device: torch.device) -> dict[str, Any]:
+    return asdict(paired(reference, candidate, pairs, seed, device, warmup=1))
+
+
+def joined(visits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The visits of one point as one sample."""
+    times = {side: [t for visit in visits for t in visit[side]] for side in ("reference", "candidate")}
+    return times | {"visits": len(visits), "bytes": visits[-1]["bytes"]}
 
 
 def _filled(bench: Bench, point: Point, turn: int) -> list[Any]:
@@ -91,14 +100,14 @@ def sample_peer(bench: Bench, peer: peers.Peer, point: Point, pairs: int, seed: 
 
 
 def pairs_of(found: Mapping[str, Any]) -> Pairs:
-    return Pairs(tuple(found["reference"]), tuple(found["candidate"]))
+    return Pairs(tuple(found["reference"]), tuple(found["candidate"]), found["visits"])
 
 
 def row(point: Point, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The figures of one point; a percentile that so few steps can't carry is null."""
     pairs = pairs_of(found)
     middle, tail = ratio(pairs, seed), p95_ratio(pairs, seed)
-    figures: dict[str, Any] = asdict(point) | {"pairs": len(pairs.reference)}
+    figures: dict[str, Any] = asdict(point) | {"pairs": len(pairs.reference), "visits": pairs.visits}
     for side, times in (("reference", pairs.reference), ("candidate", pairs.candidate)):
         figures |= {f"{side}_p{q}_ms": percentile(times, q) for q in (50, 95, 99)}
     per_step = point.batch * (point.context if point.phase == "prefill" else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvdrift.ranges import require
@@ -66,6 +66,8 @@ class Sweep:
     """`factors` varies one setting at a time around the workload; `full` crosses batches and contexts."""
     pairs: int
     """Paired decode steps of a point other than the workload's own, which has as many as it has output tokens."""
+    visits: int
+    """How often the sweep comes by a point, its caches filled anew, to take its share of the pairs."""
     prefill_contexts: list[int]
     prefill_pairs: int
     reuse: list[Reuse]
@@ -86,6 +88,7 @@ class Sweep:
             batches=many,
             outputs=many,
             pairs=(2, math.inf),
+            visits=(1, 100),
             prefill_contexts=many,
             prefill_pairs=many,
             turn=many,
@@ -106,6 +109,10 @@ class Point:
     @property
     def name(self) -> str:
         return f"{self.phase}-{self.reuse}-b{self.batch}-c{self.context}-n{self.generated}"
+
+    def share(self, visits: int) -> Point:
+        """The same setting with one visit's part of the steps, rounded up."""
+        return replace(self, generated=-(-self.generated // visits))
 
 
 def target(workload: Workload, longest: int) -> Point:

@@ -56,8 +56,9 @@ def test_held_bytes_are_the_ledgers(llama: Any) -> None:
     ids=lambda point: point.name,
 )
 def test_every_kind_of_point_gives_a_row(llama: Any, point: Point) -> None:
-    row = service.row(point, service.sample(bench(llama, PACKED), point, turn=16, seed=0), seed=0)
-    assert row["pairs"] == point.generated
+    made = bench(llama, PACKED)
+    row = service.row(point, service.joined([service.sample(made, point, turn=16, seed=n) for n in (0, 1)]), seed=0)
+    assert (row["pairs"], row["visits"]) == (2 * point.generated, 2)
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert row["candidate_p95_ms"] is None
     assert row["reuse"] == point.reuse

@@ -15,8 +15,8 @@ from kvdrift.measure.partial import partial
 from kvdrift.measure.sweep import CapacityTrial, Point, Scheduler, Sweep, Workload, points
 
 SWEEP = Sweep(
-    contexts=[128, 512, 8192], batches=[1, 4, 64], outputs=[16], grid="factors", pairs=8, prefill_contexts=[512],
-    prefill_pairs=3, reuse=[], turn=64, cold_starts=0, peers=[], capacity=CapacityTrial(64, 4),
+    contexts=[128, 512, 8192], batches=[1, 4, 64], outputs=[16], grid="factors", pairs=8, visits=2,
+    prefill_contexts=[512], prefill_pairs=3, reuse=[], turn=64, cold_starts=0, peers=[], capacity=CapacityTrial(64, 4),
 )  # fmt: skip
 STATIC = Scheduler(batch_limit=8, prefill_chunk=0, eviction="none")
 WORKLOAD = Workload(batch=1, context=2048, output=64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvdrift.measure.timing import Pairs, p95_ratio, paired, percentile, ratio
 
@@ -37,3 +39,22 @@ def test_a_percentile_that_so_few_steps_cannot_carry_is_null(steps: int, q: int,
     assert (percentile(times, q) is not None) == known
     if q == 95:
         assert (p95_ratio(Pairs(times, times), seed=0) is not None) == known
+
+
+def test_visits_that_differ_widen_the_interval() -> None:
+    """Steps of one visit agree among themselves; a next run that differs as visits do must not fall outside."""
+    candidate = tuple(np.repeat([0.9, 1.0, 1.1, 1.2], 16) * np.random.default_rng(0).normal(1, 0.01, 64))
+    reference = (1.0,) * 64
+    one, four = (ratio(Pairs(reference, candidate, visits), seed=0) for visits in (1, 4))
+    assert one.value == four.value
+    assert four.high - four.low > 1.5 * (one.high - one.low)
+
+
+@given(visits=st.integers(1, 5), each=st.integers(1, 6))
+def test_a_draw_takes_as_many_pairs_from_whole_visits(visits: int, each: int) -> None:
+    times = (1.0,) * (visits * each)
+    drawn = Pairs(times, times, visits).draws(50, np.random.default_rng(0))
+    assert drawn.shape == (50, visits * each)
+    by_visit = drawn.reshape(50, visits, each) // each
+    assert (by_visit == by_visit[:, :, :1]).all()
+    assert set(drawn.flatten().tolist()) <= set(range(visits * each))
