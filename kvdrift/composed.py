@@ -58,7 +58,10 @@ class Problems:
         try:
             yield
         except ConfigError as error:
-            self._lines |= dict.fromkeys(str(error).splitlines())
+            self.note(*str(error).splitlines())
+
+    def note(self, *lines: str) -> None:
+        self._lines |= dict.fromkeys(lines)
 
     def end(self) -> None:
         """Raises ConfigError with all that was noted."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdrift.composed import Composed, Problems, Selections, check_stages, read_selections
+from kvdrift.composed import Composed, Problems, Selections, check_stages, options_of, read_selections
 from kvdrift.config import Composition, ConfigError, Profile, check
 from kvdrift.fingerprint import device_fingerprint
 from kvdrift.ledger import CacheShape
@@ -56,27 +56,29 @@ def examine(root: Path, given: Mapping[str, Any], chunk_tokens: int, disk_limit_
 
     selections, problems = read_selections(root), Problems()
     composed = check_stages(root, selections, problems)
-    machine = config = shape = spec = device = None
+    files = {group: f"conf/{group}/{getattr(selections, group)}.yaml" for group in ("profile", "model", "corpus")}
+    files |= composed.files
+    machine = model = spec = device = None
     with problems.noted():
         chosen = {"profile": selections.profile, "model": selections.model}
         machine = check(Composition("conf/preflight.yaml", {key: given[key] for key in chosen}, chosen), Machine)
         with problems.noted():
-            config, shape = check_model(machine.model)
+            model = check_model(machine.model)
         device = device_fingerprint(machine.profile, chunk_tokens)
+    shape = model[1] if model else None
     check_policies(root, selections, composed, shape, problems)
     with problems.noted():
-        where = f"conf/corpus/{selections.corpus}.yaml"
-        spec = check_corpus(given["corpus"], shape.positions if shape else None, where)
-        if shape is not None and config is not None:
-            check_disk(root, reference_bytes(spec, config, shape), disk_limit_gib, where)
-    if spec is None or shape is None or device is None or machine is None:
-        problems.end()
-        raise AssertionError("a problem that wasn't noted")
-    with problems.noted():
-        if found := list(disagreements(composed.configs, composed.files, spec, shape.positions or 0, device["device"])):
-            raise ConfigError(*found)
+        spec = check_corpus(given["corpus"], shape.positions if shape else None, files["corpus"])
+    if spec and model:
+        with problems.noted():
+            check_disk(root, reference_bytes(spec, *model), disk_limit_gib, files["corpus"])
+    if spec and shape and device:
+        problems.note(*disagreements(composed.configs, files, spec, shape.positions or 0, device["device"]))
     problems.end()
-    return Sound(composed.count, machine.model, device, list(doubts(composed.configs, composed.files, spec)))
+    assert machine is not None  # else that it couldn't be made was noted, as with the next two
+    assert spec is not None
+    assert device is not None
+    return Sound(composed.count, machine.model, device, list(doubts(composed.configs, files, spec)))
 
 
 def check_policies(
@@ -84,20 +86,24 @@ def check_policies(
 ) -> None:
     """The selected policies, what they escalate to, and those that `sensitivity` probes."""
     searched = composed.choices.get("search", {}).get("policy", "auto")
-    sensitivity = composed.configs.get("sensitivity")
-    probed = [searched, *sensitivity.probe_policies] if sensitivity else []
-    with problems.noted():
-        for name in used_policies(root, [*selections.policies, *probed]):
-            with problems.noted():
-                check_policy(root, name, searched, shape)
-    if searched in (sensitivity.probe_policies if sensitivity else ()):
-        with problems.noted():
-            raise ConfigError(f"conf/sensitivity.yaml: probe_policies names {searched}; its choices are probed anyway.")
-    if (other := composed.choices.get("sensitivity", {}).get("policy", searched)) != searched:
-        with problems.noted():
-            raise ConfigError(
-                f"conf/sensitivity.yaml selects policy {other!r}, conf/search.yaml {searched!r}; select one."
+    probed = composed.configs["sensitivity"].probe_policies if "sensitivity" in composed.configs else []
+    options = options_of(root, "policy")
+    for name in used_policies(root, [*selections.policies, searched, *probed]):
+        if name not in options:
+            problems.note(
+                f"policy {name!r}, to be probed or escalated to, is unknown; allowed: {', '.join(options)}. "
+                f"Choose one of these or write conf/policy/{name}.yaml."
             )
+            continue
+        with problems.noted():
+            check_policy(root, name, searched, shape)
+    if searched in probed:
+        problems.note(
+            f"conf/sensitivity.yaml: probe_policies names {searched}, whose choices are probed anyway; remove it."
+        )
+    other = composed.choices.get("sensitivity", {}).get("policy", searched)
+    if other != searched:
+        problems.note(f"conf/sensitivity.yaml selects policy {other!r}, conf/search.yaml {searched!r}; select one.")
 
 
 def check_model(source: ModelSource) -> tuple[dict[str, Any], CacheShape]:

@@ -254,7 +254,7 @@ POLICIES = [
         "conf/sensitivity.yaml",
         "[kivi2, int4]",
         "[auto]",
-        "conf/sensitivity.yaml: probe_policies names auto; its choices",
+        "conf/sensitivity.yaml: probe_policies names auto, whose choices",
     ),
 ]
 
