@@ -107,7 +107,7 @@ def sound(evidence: Evidence) -> Evidence:
         found = getattr(evidence, name)
         try:
             fault = "not measured" if found is None else check(found, evidence)
-        except Exception as error:  # what no check foresaw is a fault too, not an end of the verdict
+        except (Exception, pl.exceptions.PanicException) as error:  # unforeseen, so a fault too
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if fault:
             faults.setdefault(name, fault)

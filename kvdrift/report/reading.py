@@ -23,6 +23,9 @@ from kvdrift.report.strict import Number
 SHAPE = dict.fromkeys(("layers", "kv_heads", "head_dim", "query_heads", "dtype_bytes"), Number(1, whole=True))
 """What a manifest has to say of its model's cache."""
 
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, pl.exceptions.PolarsError, pl.exceptions.PanicException)
+"""What reading a damaged file raises; polars panics on some."""
+
 T = TypeVar("T")
 
 
@@ -64,8 +67,8 @@ def read_evidence(name: str, sources: Sources) -> Evidence:
     }.items():
         try:
             found[artifact] = _object(file) if file.suffix == ".json" else _table(file, policy.id)
-        except (OSError, ValueError, pl.exceptions.PolarsError) as error:
-            found[artifact], faults[artifact] = None, str(error)
+        except UNREADABLE as error:
+            found[artifact], faults[artifact] = None, " ".join(str(error).split())
     return Evidence(policy=policy, shape=manifest, prompts=prompts, faults=faults, **found)
 
 
@@ -73,7 +76,7 @@ def required(path: Path, stage: str, reader: Callable[[Path], T]) -> T:
     """What the reader makes of a file that nothing can be judged without. Raises ConfigError, one line."""
     try:
         return reader(path)
-    except (OSError, ValueError, TypeError, KeyError, pl.exceptions.PolarsError) as error:
+    except UNREADABLE as error:
         why = " ".join(str(error).split())
         raise ConfigError(f"{path} can't be used: {why}; run `dvc repro -f -s {stage}`") from error
 

@@ -115,6 +115,17 @@ def test_an_artifact_of_no_policy_is_refused(artifact: str, file: Path, healthy:
     rejected(healthy, artifact)
 
 
+def test_a_file_that_polars_panics_on_is_named(healthy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(path: Path) -> pl.DataFrame:
+        if path.name == "kivi4_cells.parquet":
+            raise pl.exceptions.PanicException("range end index 7 out of range\nfor slice of length 3")
+        return read(path)
+
+    read = pl.read_parquet
+    monkeypatch.setattr(pl, "read_parquet", panic)
+    assert rejected(healthy, "cells") == "cells: range end index 7 out of range for slice of length 3"
+
+
 def test_another_plan_in_its_place_ends_with_one_line(run: Run) -> None:
     plan = run.path("plans", "kivi4.json")
     plan.write_text(run.path("plans", "kivi2.json").read_text())
