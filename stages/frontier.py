@@ -80,12 +80,15 @@ def main(config: FrontierConfig) -> None:
     cell = (1 - limits["cell"]["cos"], 1 - limits["cell"]["cos"], limits["cell"]["kl"])
     rows = {
         "heatmap": figures.heatmap_rows(verdicts),
+        "attention": figures.attention_rows(verdicts),
         "recall": figures.recall_rows(verdicts),
         "frontier": frontier.frontier_rows(verdicts, choice),
         "latency": figures.latency_rows(latencies, evens),
     }
     drawn = {name: config.plots / f"{name}.png" for name in rows}
     figures.draw_heatmap(rows["heatmap"], drawn["heatmap"], dict(zip(figures.PANELS, cell, strict=True)), choice.policy)
+    apart = "What each cell does to attention"
+    figures.draw_heatmap(rows["attention"], drawn["attention"], {}, choice.policy, apart)
     figures.draw_recall(rows["recall"], drawn["recall"])
     figures.draw_frontier(rows["frontier"], drawn["frontier"], limits["max_bytes_ratio"], limits["max_kl"])
     figures.draw_latency(rows["latency"], drawn["latency"])

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.xdist_group("pipeline")
 
 OF_A_POLICY = ("plan", "quantize", "logits", "generate", "latency", "drill", "verdict")
 PREFLIGHT = "stages/preflight.py profile=smoke model=tiny corpus=smoke"
-PLOTS = [f"plots/{name}.{kind}" for name in ("heatmap", "recall", "frontier", "latency") for kind in ("json", "png")]
+PLOTS = [
+    f"plots/{name}.{kind}"
+    for name in ("heatmap", "attention", "recall", "frontier", "latency")
+    for kind in ("json", "png")
+]
 
 
 @pytest.fixture(scope="module")

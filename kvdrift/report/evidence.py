@@ -29,6 +29,8 @@ SUMMARY += ["same_top1", "rms_delta_p", "rank_correlation", "perplexity_change"]
 
 ATTENTION = ["jensen_shannon", "top_overlap", "value_output", "combined_error"]
 """Key geometry by the first two (weights, and the top positions kept), then values alone, then both, on the output."""
+APART = ["jensen_shannon", "value_output", "combined_error"]
+"""What a cell alone does to attention: its keys to the weights, its values to the output, and both to the output."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,17 @@ def finite(value: Any) -> Any:
 
 
 def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
-    """A row a cell {layer, bucket, pos, key_cosine, value_cosine, cos, kl, prompt}, in order of layer and bucket.
+    """A row a cell {layer, bucket, pos, key_cosine, value_cosine, cos, kl, prompt, APART}, by layer and bucket.
 
     Cosines are means over all packed tokens of the cell, `cos` the lesser of keys and values; `kl` is that of the
     probe prompt which shows it worst, named by `prompt`. Every packed layer has a row in each bucket that any of them
-    reaches, so what was measured for one layer only shows up as missing for the others.
+    reaches, so what was measured for one layer only shows up as missing for the others. APART are means over prompts.
     """
+    apart: dict[tuple[int, int], dict[str, Any]] = {}
+    if evidence.attention is not None:
+        means = evidence.attention.filter(slice="position").group_by("layer", "bucket").agg(pl.col(APART).mean())
+        apart = {(row.pop("layer"), row.pop("bucket")): row for row in means.to_dicts()}
+    nothing = dict.fromkeys(APART)
     cosines: dict[tuple[int, int, str], float | None] = {}
     if evidence.errors is not None:
         found = evidence.errors.group_by("layer", "bucket", "tensor").agg(_by_tokens("cosine"))
@@ -130,7 +137,8 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
             kl, prompt = kls.get((layer, bucket), (None, None))
             cos = None if key is None or value is None else min(key, value)
             row = {"layer": layer, "bucket": bucket, "pos": bucket, "key_cosine": key, "value_cosine": value}
-            table.append(row | {"cos": cos, "kl": kl, "prompt": prompt})
+            row |= {"cos": cos, "kl": kl, "prompt": prompt}
+            table.append(row | apart.get((layer, bucket), nothing))
     return table
 
 

@@ -21,6 +21,11 @@ from kvdrift.report.frontier import NEVER, BreakEven, brief
 Rows = list[dict[str, Any]]
 
 PANELS = ("1 − cosine of keys", "1 − cosine of values", "KL (nats)")
+APART = {
+    "jensen_shannon": "keys: divergence of weights",
+    "value_output": "values: error of output",
+    "combined_error": "both: error of output",
+}
 FLOOR = 1e-7
 """What a logarithmic colour shows zero as; bfloat16 can't tell less."""
 MARKS = {
@@ -45,6 +50,18 @@ def heatmap_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
                     row = {"policy": verdict["policy"], "layer": cell["layer"], "bucket": cell["bucket"]}
                     rows.append(row | {"panel": panel, "value": max(float(value), FLOOR)})
     return rows
+
+
+def attention_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
+    """The same for what a cell alone does to attention: its keys, its values, and both."""
+    return [
+        {"policy": verdict["policy"], "layer": cell["layer"], "bucket": cell["bucket"], "panel": panel}
+        | {"value": max(float(cell[name]), FLOOR)}
+        for verdict in verdicts
+        for cell in verdict["cells"]
+        for name, panel in APART.items()
+        if cell[name] is not None
+    ]
 
 
 def recall_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
@@ -84,7 +101,9 @@ def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None], evens: Mappi
     return sorted(rows, key=lambda row: (list(latencies).index(row["policy"]), row["path"], row["context"]))
 
 
-def draw_heatmap(rows: Rows, path: Path, limits: Mapping[str, float], chosen: str = "") -> None:
+def draw_heatmap(
+    rows: Rows, path: Path, limits: Mapping[str, float], chosen: str = "", title: str = "Where the error lands"
+) -> None:
     """Panels down, policies across, layers up the side, position buckets along; one colour scale a panel.
 
     `limits` are the gates' by panel: a line on the scale, and an outline around each cell beyond it.
@@ -96,9 +115,10 @@ def draw_heatmap(rows: Rows, path: Path, limits: Mapping[str, float], chosen: st
     buckets = sorted({row["bucket"] for row in rows})
     labels = [f"{a:,}–{b - 1:,}" for a, b in pairwise(buckets)] + [f"from {buckets[-1]:,}"]
     figure = Figure(figsize=(1.8 + 1.7 * len(policies), 1.6 + 3 * max(1.7, layers / 11)), layout="constrained")
-    figure.suptitle("Where the error lands")
-    grid = figure.subplots(len(PANELS), len(policies), squeeze=False, sharex=True, sharey=True)
-    for panel, axes in zip(PANELS, grid, strict=True):
+    figure.suptitle(title)
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    grid = figure.subplots(len(panels), len(policies), squeeze=False, sharex=True, sharey=True)
+    for panel, axes in zip(panels, grid, strict=True):
         values = [row["value"] for row in rows if row["panel"] == panel]
         low, high = (min(values), max(values)) if values else (FLOOR, 1.0)
         top, limit = max(high, 10 * low), limits.get(panel, math.inf)
@@ -116,10 +136,10 @@ def draw_heatmap(rows: Rows, path: Path, limits: Mapping[str, float], chosen: st
             ax.tick_params(axis="y", rotation=0)
             if ax is axes[0]:
                 ax.set_ylabel("layer")
-            if panel == PANELS[0]:
+            if panel == panels[0]:
                 name, weight = (f"{policy} (chosen)", "bold") if policy == chosen else (policy, "normal")
                 ax.set_title(name, fontweight=weight)
-            if panel == PANELS[-1]:
+            if panel == panels[-1]:
                 ax.set_xlabel("token positions")
         bar = figure.colorbar(axes[-1].collections[0], ax=list(axes), label=panel, pad=0.01)
         if low < limit < top:

@@ -14,6 +14,7 @@ from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, bl
 
 CAPTIONS = {
     "heatmap": "Where the error lands: 1 − cosine of keys and values, and KL of the next token, by layer and position",
+    "attention": "What each cell does to attention: its keys to the weights, its values and both to the output",
     "recall": "Needles recalled, by prompt length and depth",
     "frontier": "Bytes against mean KL of every policy, the chosen one starred",
     "latency": "Decode step over context on both paths, with both break-evens",
@@ -78,7 +79,7 @@ def sections(receipt: Mapping[str, Any]) -> list[Section]:
         *_why(receipt, of("frontier")),
         *costs(receipt, of("latency")),
         *behaviour(receipt, of("recall")),
-        *_where(receipt, of("heatmap")),
+        *_where(receipt, of("heatmap") | of("attention")),
         *_what(receipt),
         *_safety(receipt),
         *_provenance(receipt),

@@ -11,6 +11,7 @@ from made_up import LIMITS, Run
 from kvdrift.report.figures import (
     FLOOR,
     PANELS,
+    attention_rows,
     draw_frontier,
     draw_heatmap,
     draw_latency,
@@ -26,6 +27,7 @@ TEMPLATES = Path(__file__).parent.parent.parent / ".dvc" / "plots"
 EVENS = {"exact": BreakEven(None, None), "kivi4": BreakEven(1600, 293), "kivi2": BreakEven(0, 300)}
 AXES = {
     "heatmap": ("bucket", "layer"),
+    "attention": ("bucket", "layer"),
     "recall": ("length", "depth"),
     "frontier": ("bytes_ratio", "kl"),
     "latency": ("context", "itl_ms"),
@@ -37,6 +39,7 @@ def rows(run: Run) -> dict[str, list[dict[str, Any]]]:
     verdicts = [judge(run.evidence(name), LIMITS) for name in run.policies]
     return {
         "heatmap": heatmap_rows(verdicts),
+        "attention": attention_rows(verdicts),
         "recall": recall_rows(verdicts),
         "frontier": frontier_rows(verdicts, choose(verdicts)),
         "latency": latency_rows({name: run.evidence(name).latency for name in run.policies}, EVENS),
@@ -47,6 +50,12 @@ def test_heatmap_has_a_row_a_cell_and_panel_and_no_zero(rows: dict[str, list[dic
     assert len(rows["heatmap"]) == 2 * 3 * 4 * 3
     assert min(row["value"] for row in rows["heatmap"]) >= FLOOR
     assert set(rows["heatmap"][0]) == {"policy", "layer", "bucket", "panel", "value"}
+
+
+def test_attention_has_a_row_a_cell_and_part(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(rows["attention"]) == 2 * 3 * 4 * 3
+    parts = {row["panel"] for row in rows["attention"]}
+    assert parts == {"keys: divergence of weights", "values: error of output", "both: error of output"}
 
 
 def test_recall_shows_the_reference_once_and_then_each_candidate(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -75,6 +84,7 @@ def test_latency_keeps_the_workload_of_a_length_and_marks_only_a_crossing(run: R
 def test_pictures_take_their_rows_and_the_gates_limits(rows: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     draw_heatmap(rows["heatmap"], tmp_path / "plain.png", {})
     draw_heatmap(rows["heatmap"], tmp_path / "heatmap.png", dict.fromkeys(PANELS, 0.002), "kivi4")
+    draw_heatmap(rows["attention"], tmp_path / "attention.png", {}, "kivi4", "Attention")
     draw_recall(rows["recall"], tmp_path / "recall.png")
     draw_frontier(rows["frontier"], tmp_path / "unlimited.png")
     draw_frontier(rows["frontier"], tmp_path / "frontier.png", 0.6, 0.02)

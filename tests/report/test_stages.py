@@ -19,7 +19,7 @@ from kvdrift.composed import load_stage
 from kvdrift.config import check, compose
 
 ROOT = Path(__file__).parent.parent.parent
-PLOTS = ("heatmap", "recall", "frontier", "latency")
+PLOTS = ("heatmap", "attention", "recall", "frontier", "latency")
 
 
 def stage(run: Run, name: str, *overrides: str) -> str:
