@@ -31,6 +31,11 @@ class FrontierConfig:
     changed: Path
     plots: Path
 
+    def __post_init__(self) -> None:
+        empty = [name for name, paths in self.hashed.items() if not paths]
+        if empty or not self.hashed:
+            raise ValueError(f"hashed is empty{f' for {empty[0]}' if empty else ''}; allowed: files for each name")
+
 
 @stage("frontier")
 def main(config: FrontierConfig) -> None:

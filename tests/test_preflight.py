@@ -177,6 +177,12 @@ KEYS = [
         "conf/frontier.yaml: plots is /tmp/plots, which dvc.yaml",
     ),
     ("conf/frontier.yaml", "[kvdrift, stages]", "[nowhere]", "conf/frontier.yaml: hashed is nowhere, which dvc.yaml"),
+    (
+        "conf/frontier.yaml",
+        "[kvdrift, stages]",
+        "[]",
+        "conf/frontier.yaml: hashed is empty for code; allowed: files for each name",
+    ),
     ("conf/reference.yaml", "floor_batches: 6", "floor_batches: -6", "floor_batches is -6; allowed: 1 to 1,000"),
     ("conf/calibrate.yaml", "margin: 1.5", "margin: .inf", "outlier_margin is inf; allowed: 1 to 1,000"),
     ("conf/sensitivity.yaml", "steps: 16", "steps: 20", "steps is 20; allowed: 16 to 1,024, in steps of 16"),
