@@ -59,6 +59,7 @@ LATENCY = {
     "break_even": Each(
         {"verdict": ("always", "never", "crosses"), "confidence": SHARE}
         | dict.fromkeys(("tokens", "low", "high"), COUNT_OR_NULL)
+        | {side: {"intercept": Number(), "slope": Number()} for side in ("reference", "candidate")}
     ),
     "attention_ms": [POSITIVE],
     "noise_floor": {"value": POSITIVE, "low": POSITIVE_OR_NULL, "high": POSITIVE_OR_NULL},
@@ -154,10 +155,16 @@ def _latency(found: Any, evidence: Evidence) -> str | None:
         return f"attention_ms is of {len(found['attention_ms'])} layers; the model has {len(evidence.policy.layers)}"
     for batch, even in found["break_even"].items():
         verdict, tokens = even["verdict"], even["tokens"]
-        agrees = {"always": tokens == 0, "never": tokens is None, "crosses": bool(tokens)}[verdict]
+        agrees = {"always": tokens == 0, "never": tokens is None, "crosses": _crosses(even)}[verdict]
         if not (batch.isdecimal() and agrees):
-            return f"break_even of batch {batch} is {verdict!r} at {tokens} tokens"
+            return f"break_even of batch {batch} is {verdict!r} at {tokens} tokens, not as its lines say"
     return None
+
+
+def _crosses(even: dict[str, Any]) -> bool:
+    """Whether the candidate's line goes below the reference's from just these tokens on."""
+    intercept, slope = (even["candidate"][name] - even["reference"][name] for name in ("intercept", "slope"))
+    return slope < 0 and even["tokens"] == math.ceil(-intercept / slope) > 0
 
 
 def _drill(found: Any, evidence: Evidence) -> str | None:

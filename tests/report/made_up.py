@@ -269,7 +269,10 @@ def latency(policy: CachePolicy) -> dict[str, Any]:
             "reference_held_bytes": reference,
             "reference_peak_bytes": reference + 100,
         },
-        "break_even": {"1": {"tokens": 1600, "verdict": "crosses", "low": 1200, "high": 2100, "confidence": 1.0}},
+        "break_even": {
+            "1": {"tokens": 1600, "verdict": "crosses", "low": 1200, "high": 2100, "confidence": 1.0}
+            | {"reference": {"intercept": 50.0, "slope": 0.0025}, "candidate": {"intercept": 52.0, "slope": 0.00125}}
+        },
         "attention_ms": [0.1, 0.1, 0.2],
         "noise_floor": {"value": 1.0, "low": 0.98, "high": 1.02},
         "capacity": {"budget_bytes": 2**30, "reference_sequences": 10, "sequences": 28, "predicted_sequences": 28},

@@ -1,6 +1,6 @@
 """Nothing that was tampered with is accepted, or ends a verdict. `python -m pytest tests/report/test_artifacts.py`
 
-Every artifact of a healthy candidate is spoiled in every way; the verdict is by the files, as a stage leaves them.
+What an artifact tells is changed here; what becomes of its file is test_reading.py's.
 """
 
 import copy
@@ -11,141 +11,21 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from made_up import LIMITS, SHAPE, Run, kivi, made_up
+from made_up import LIMITS, SHAPE, Run, kivi
+from spoiling import CANDIDATE, TABLES, TEXTS, rejected, rewrite
 
-from kvdrift.config import ConfigError
 from kvdrift.ledger import account
 from kvdrift.measure import cells, quantized, replay
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.report import artifacts
 from kvdrift.report.evidence import MODES, Evidence
-from kvdrift.report.strict import Number, loads, value_fault
+from kvdrift.report.strict import Number
 from kvdrift.report.verdict import judge
-
-CANDIDATE = "kivi4"
-TEXTS = {
-    "packing": "quantize/kivi4.json",
-    "latency": "latency/kivi4.json",
-    "drill": "drill/kivi4.json",
-}
-TABLES = {
-    "errors": "quantize/kivi4.parquet",
-    "attention": "quantize/kivi4_attention.parquet",
-    "logits": "logits/kivi4.parquet",
-    "cells": "logits/kivi4_cells.parquet",
-    "generations": "generate/kivi4.parquet",
-}
-FILES = TEXTS | TABLES
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return made_up(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def sound(healthy: Run) -> Evidence:
-    return healthy.evidence(CANDIDATE)
-
-
-@pytest.fixture
-def file(healthy: Run, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """One artifact, put back afterwards."""
-    path = healthy.root / "data" / FILES[request.param]
-    before = path.read_bytes()
-    yield path
-    path.write_bytes(before)
-
-
-def rejected(run: Run, artifact: str) -> str:
-    """What the verdict says of the artifact, given that it rejects the candidate and is JSON."""
-    verdict = judge(run.evidence(CANDIDATE), LIMITS)
-    json.dumps(verdict, allow_nan=False)
-    assert verdict["decision"] == "reject"
-    assert verdict["metrics"]["accepted"] == 0
-    gate = next(gate for gate in verdict["gates"] if gate["name"] == "evidence")
-    assert not gate["passed"]
-    assert gate["detail"].startswith(f"{artifact}: ")
-    return str(gate["detail"])
 
 
 def test_the_healthy_run_is_accepted(healthy: Run) -> None:
     assert judge(healthy.evidence(CANDIDATE), LIMITS)["decision"] == "accept"
     assert judge(healthy.evidence("exact"), LIMITS)["decision"] == "fallback"
-
-
-SPOILERS: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda content: b"",
-    "truncated": lambda content: content[: len(content) // 2],
-    "garbage": lambda content: b"\xff\x00 nonsense",
-    "null": lambda content: b"null",
-    "a list": lambda content: b"[]",
-    "nested": lambda content: b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("how", SPOILERS)
-@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
-def test_a_damaged_file_is_named(artifact: str, file: Path, how: str, healthy: Run) -> None:
-    file.write_bytes(SPOILERS[how](file.read_bytes()))
-    rejected(healthy, artifact)
-
-
-@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
-def test_a_missing_file_is_named(artifact: str, file: Path, healthy: Run) -> None:
-    file.unlink()
-    assert rejected(healthy, artifact) == f"{artifact}: not measured"
-
-
-@pytest.mark.parametrize("other", ["kivi2", "exact"])
-@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
-def test_another_policys_artifact_is_refused(artifact: str, file: Path, other: str, healthy: Run) -> None:
-    file.write_bytes(file.with_name(file.name.replace(CANDIDATE, other)).read_bytes())
-    assert "is of policy" in rejected(healthy, artifact)
-
-
-@pytest.mark.parametrize(("artifact", "file"), [(name, name) for name in FILES], indirect=["file"])
-def test_an_artifact_of_no_policy_is_refused(artifact: str, file: Path, healthy: Run) -> None:
-    if file.suffix == ".json":
-        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "policy"}))
-    else:
-        pl.read_parquet(file).write_parquet(file)
-    rejected(healthy, artifact)
-
-
-def test_a_file_that_polars_panics_on_is_named(healthy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def panic(path: Path) -> pl.DataFrame:
-        if path.name == "kivi4_cells.parquet":
-            raise pl.exceptions.PanicException("range end index 7 out of range\nfor slice of length 3")
-        return read(path)
-
-    read = pl.read_parquet
-    monkeypatch.setattr(pl, "read_parquet", panic)
-    assert rejected(healthy, "cells") == "cells: range end index 7 out of range for slice of length 3"
-
-
-def test_another_plan_in_its_place_ends_with_one_line(run: Run) -> None:
-    plan = run.path("plans", "kivi4.json")
-    plan.write_text(run.path("plans", "kivi2.json").read_text())
-    with pytest.raises(
-        ConfigError, match=r"kivi4.json can't be used: it is the plan of 'kivi2'; run `dvc repro.* plan@"
-    ):
-        run.evidence(CANDIDATE)
-    plan.write_text(plan.read_text().replace("kivi2", "kivi4"))  # it now says that it is kivi4's, and has kivi2's bits
-    faults = judge(run.evidence(CANDIDATE), LIMITS)["gates"][0]
-    assert (faults["name"], faults["measured"], faults["passed"]) == ("evidence", 8, False)
-
-
-@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"name": 3}', '{"block": 1e999}', "[" * 100_000])
-@pytest.mark.parametrize("what", ["plans/kivi4.json", "model/manifest.json", "prompts/prompts.parquet"])
-def test_what_nothing_can_be_judged_without_ends_with_one_line(what: str, content: str, run: Run) -> None:
-    (run.root / "data" / what).write_text(content)
-    with pytest.raises(ConfigError, match="can't be used") as told:
-        run.evidence(CANDIDATE)
-    assert "\n" not in str(told.value)
-    assert what in str(told.value)
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -195,12 +75,6 @@ def test_a_length_that_was_not_reconciled_is_missed(sound: Evidence) -> None:
     for kept in (sound.packing["memory"][1:], sound.packing["memory"][:-1], [*sound.packing["memory"]] * 2):
         fault = artifacts.CHECKS["packing"](sound.packing | {"memory": kept}, sound)
         assert "the prompts have [128, 320, 512, 2048, 8128]" in fault
-
-
-def rewrite(file: Path, change: Callable[[pl.DataFrame], pl.DataFrame]) -> None:
-    """Change a table and leave it its owner."""
-    owner = pl.read_parquet_metadata(file)["policy"]
-    change(pl.read_parquet(file)).write_parquet(file, metadata={"policy": owner})
 
 
 def without(row: int) -> Callable[[pl.DataFrame], pl.DataFrame]:
@@ -328,17 +202,3 @@ def test_what_is_demanded_of_a_table_is_in_what_is_written() -> None:
     assert set(artifacts.ATTENTION) <= set(quantized.ATTENTION)
     assert set(artifacts.CELLS) <= set(cells.CELLS)
     assert MODES == replay.MODES
-
-
-@given(st.floats() | st.integers() | st.booleans() | st.none() | st.text() | st.lists(st.integers()))
-def test_a_number_fits_only_as_a_finite_one_in_its_range(value: Any) -> None:
-    fits = value_fault(value, Number(0, 10), "x") is None
-    assert fits == (type(value) in (int, float) and 0 <= value <= 10)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 1}', "NaN", "-Infinity", "1e999", str(10**400), "1" * 5000, "[" * 10**5]
-)
-def test_strict_json_refuses_what_python_lets_pass(text: str) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        loads(text, finite=True)
