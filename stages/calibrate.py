@@ -30,7 +30,7 @@ def main(config: CalibrateConfig) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from kvdrift.measure.outliers import largest_keys
+    from kvdrift.measure.calibration import channel_range, largest_keys
     from kvdrift.measure.reference import stored
     from kvdrift.prompts.prompt import from_frame
 
@@ -43,13 +43,10 @@ def main(config: CalibrateConfig) -> None:
         tensors = [batch.layer(layer) for batch in batches]
         limit = {}
         for name, at in (("keys", 0), ("values", 1)):
-            low = torch.stack([pair[at].float().amin((0, 2)) for pair in tensors]).amin(0)
-            high = torch.stack([pair[at].float().amax((0, 2)) for pair in tensors]).amax(0)
-            if not bool((high > low).any()):
-                raise ConfigError(
-                    f"{name} of layer {layer} are constant on all calibration prompts, so their range says nothing; "
-                    "calibrate on real text"
-                )
+            try:
+                low, high = channel_range([pair[at] for pair in tensors], f"{name} of layer {layer}")
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
             ranges.setdefault(f"{name}_low", []).append(low)
             ranges.setdefault(f"{name}_high", []).append(high)
             limit[name] = config.outlier_margin * float(torch.maximum(low.abs(), high.abs()).amax())

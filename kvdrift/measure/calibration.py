@@ -1,12 +1,28 @@
-"""Which tokens have the largest keys: what a quantizer's range must stretch for."""
+"""What calibration prompts tell: the range of every channel, and which tokens have the largest keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+
+def channel_range(
+    batches: Sequence[Float[Tensor, "_ kv_heads _ d"]], name: str
+) -> tuple[Float[Tensor, "kv_heads d"], Float[Tensor, "kv_heads d"]]:
+    """Least and largest value of each channel over all tokens of the batches, in float32.
+
+    Raises ValueError, naming the tensor by `name`, where no channel varies: a range of warm-up zeros says nothing.
+    """
+    low = torch.stack([x.float().amin((0, 2)) for x in batches]).amin(0)
+    high = torch.stack([x.float().amax((0, 2)) for x in batches]).amax(0)
+    if not bool((high > low).any()):
+        raise ValueError(
+            f"{name} are constant on all calibration prompts, so their range says nothing; calibrate on real text"
+        )
+    return low, high
 
 
 def largest_keys(
