@@ -109,7 +109,7 @@ def test_everything_that_is_wrong_is_told_at_once_and_earlier_output_untouched(r
     assert failed.returncode == 1
     assert failed.stderr.splitlines() == [
         "[preflight] error: conf/profile/smoke.yaml: profile.threads is 0; allowed: 1 to 1,024. Edit it and run again.",
-        "[preflight] error: conf/latency/smoke.yaml: latency.pairs is 0; allowed: 2 or more. Edit it and run again.",
+        "[preflight] error: conf/latency/smoke.yaml: latency.pairs is 0; allowed: 2 to 100,000. Edit it and run again.",
         "[preflight] error: conf/policy/int4.yaml: bits of uniform is 3; allowed: 2, 4, 8. Edit it and run again.",
         "[preflight] error: conf/corpus/smoke.yaml: cohorts.needle.continuation is 18; it must be 1 plus a multiple of "
         "16: 17, 33, 49 …",
@@ -204,9 +204,14 @@ KEYS = [
     ("conf/drill.yaml", "new_tokens: 8", "new_tokens: 0", "conf/drill.yaml: new_tokens is 0; allowed: 1 to"),
     ("conf/preflight.yaml", "chunk_tokens: 16", "chunk_tokens: 32", "chunk_tokens is 32; allowed: 16"),
     ("conf/preflight.yaml", "64.0", "0", "conf/preflight.yaml: disk_limit_gib is 0.0; allowed: 0.001 to"),
-    (LATENCY, "pairs: 4", "pairs: 0", "conf/latency/smoke.yaml: latency.pairs is 0; allowed: 2 or more"),
+    (LATENCY, "pairs: 4", "pairs: 0", "conf/latency/smoke.yaml: latency.pairs is 0; allowed: 2 to 100,000"),
     (LATENCY, "[64, 192, 304]", "[]", "conf/latency/smoke.yaml: latency.contexts is []; allowed: at least one item"),
-    (LATENCY, "batches: [1, 2]", "batches: [0]", "conf/latency/smoke.yaml: latency.batches is [0]; allowed: 1 or more"),
+    (
+        LATENCY,
+        "batches: [1, 2]",
+        "batches: [0]",
+        "conf/latency/smoke.yaml: latency.batches is [0]; allowed: 1 to 4,096",
+    ),
     (
         LATENCY,
         "budget_mib: 4",
@@ -278,8 +283,18 @@ BETWEEN = [
     (CORPUS, "batch_size", "batch", "conf/corpus/smoke.yaml: corpus has an unknown key 'batch'; allowed: batch_size"),
     (CORPUS, "{256: 3}", "[320]", "conf/corpus/smoke.yaml: cohorts.needle.prompts is [320]; allowed: a mapping"),
     (CORPUS, "{256: 3}", "{}", "conf/corpus/smoke.yaml: cohorts.needle.prompts is {}; allowed: a mapping with one"),
-    (CORPUS, "{256: 3}", "{512: 3}", "asks for a prefix of 512 tokens and 17 more for its answer; the model has 512"),
-    (CORPUS, '"256": [', '"512": [', "asks for a prefix of 512 tokens and 17 more"),
+    (
+        CORPUS,
+        "{256: 3}",
+        "{512: 3}",
+        "a prefix of 512 tokens and 17 more for its answer, as needle, copy ask for, is not within the",
+    ),
+    (
+        CORPUS,
+        '"256": [',
+        '"512": [',
+        "a prefix of 512 tokens and 17 more for its answer, as needle_grid ask for, is not within the",
+    ),
     (CORPUS, "{256: 3}", "{256: 9000000000000}", "are free; with what follows it takes"),
     (CORPUS, "{256: 3}", "{256: 9000000}", "raise disk_limit_gib in conf/preflight.yaml to"),
     (

@@ -51,7 +51,7 @@ class CapacityTrial:
     steps: int
 
     def __post_init__(self) -> None:
-        require(self, budget_mib=(1, math.inf), steps=(1, math.inf))
+        require(self, budget_mib=(1, 2**24), steps=(1, 100_000))
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class Sweep:
     capacity: CapacityTrial
 
     def __post_init__(self) -> None:
-        many = (1, math.inf)
+        tokens, steps = (1, math.inf), (1, 100_000)
         require(
             self,
             filled=("contexts", "batches"),
-            contexts=many,
-            batches=many,
-            outputs=many,
-            pairs=(2, math.inf),
+            contexts=tokens,
+            batches=(1, 4096),
+            outputs=steps,
+            pairs=(2, 100_000),
             visits=(1, 100),
-            prefill_contexts=many,
-            prefill_pairs=many,
-            turn=many,
+            prefill_contexts=tokens,
+            prefill_pairs=steps,
+            turn=tokens,
             cold_starts=(0, 1000),
         )
 

@@ -98,17 +98,19 @@ class CorpusSpec:
         """
         grid = self.needle_grid
         lengths = [resolve(length, max_positions, self.answer_room) for length in grid.depths]
-        asked = [(GRID, lengths, max(grid.continuation, grid.max_new_tokens))]
-        asked += [
-            (name, list(each.prompts), max(each.continuation, each.max_new_tokens))
-            for name, each in [*self.cohorts.items(), *self.calibration.items()]
-        ]
+        asked: list[tuple[str, list[int], CohortSpec | GridSpec]] = [(GRID, lengths, grid)]
+        asked += [(name, [*each.prompts], each) for name, each in self.cohorts.items()]
+        asked += [(f"calibration.{name}", [*each.prompts], each) for name, each in self.calibration.items()]
+        beyond: dict[tuple[int, int], list[str]] = {}
+        for name, prefixes, each in asked:
+            answer = max(each.continuation, each.max_new_tokens)
+            for length in prefixes:
+                if length + answer > max_positions or length < LENGTH_STEP:
+                    beyond.setdefault((length, answer), []).append(name)
         wrong = [
-            f"cohort {name} asks for a prefix of {length} tokens and {answer} more for its answer; the model has "
-            f"{max_positions} positions. Shorten it in conf/corpus, or use {MAX!r} in the needle grid"
-            for name, prefixes, answer in asked
-            for length in prefixes
-            if length + answer > max_positions or length < LENGTH_STEP
+            f"a prefix of {length} tokens and {answer} more for its answer, as {', '.join(names)} ask for, is not "
+            f"within the model's {max_positions} positions. Shorten it in conf/corpus, or use {MAX!r} in the needle grid"
+            for (length, answer), names in beyond.items()
         ]
         if len(set(lengths)) < len(lengths):
             wrong.append(f"{GRID}.depths are {lengths} tokens long on this model; name each length once")

@@ -114,7 +114,7 @@ def test_a_frame_and_a_parquet_file_keep_every_prompt(smoke, tmp_path):
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(tokenizer, load_spec, corpus):
-    with pytest.raises(PromptError, match=r"tool_arguments asks for a prefix of 320 .* 17 more .* 320 positions"):
+    with pytest.raises(PromptError, match=r"a prefix of 320 .* 17 more .* as tool_arguments ask for, .* 320 positions"):
         build(tokenizer, load_spec("smoke"), corpus, 320, seed=0)
 
 
