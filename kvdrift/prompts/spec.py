@@ -109,7 +109,7 @@ class CorpusSpec:
                     beyond.setdefault((length, answer), []).append(name)
         wrong = [
             f"a prefix of {length} tokens and {answer} more for its answer, as {', '.join(names)} ask for, is not "
-            f"within the model's {max_positions} positions. Shorten it in conf/corpus, or use {MAX!r} in the needle grid"
+            f"within the model's {max_positions} positions. Shorten it in conf/corpus; the needle grid takes {MAX!r}"
             for (length, answer), names in beyond.items()
         ]
         if len(set(lengths)) < len(lengths):
