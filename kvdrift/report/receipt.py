@@ -75,6 +75,7 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "worst_cells": {verdict["policy"]: worst_cells(verdict) for verdict in run.verdicts},
         "interaction": {verdict["policy"]: verdict["interaction"] for verdict in run.verdicts},
         "slices": verdict["slices"] if verdict else [],
+        "logits_by_position": verdict["logits_by_position"] if verdict else [],
         "steps": {verdict["policy"]: verdict["steps"] for verdict in run.verdicts},
         "noise_floor": run.floor,
         "layers": verdict["layers"] if verdict else [],

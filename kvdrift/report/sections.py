@@ -202,7 +202,12 @@ def _slices(receipt: Mapping[str, Any]) -> list[Block]:
         "distances from the current token are the first token of an octave. Errors are relative L2, attention logits "
         "root mean square change, weights Jensen–Shannon divergence in nats."
     )
-    return [explained, Table(("slice", "at", *names.values()), rows)] if rows else ["Nothing is packed."]
+    told = ("first", "tokens", "kl", "kl_high", "kl_p99", "kl_max", "same_top1", "perplexity_change")
+    head = ("from position", "scored tokens", "KL", "its 95 % high", "p99", "max", "same top-1", "perplexity change")
+    scored = Table(head, [tuple(blank(row[name]) for name in told) for row in receipt["logits_by_position"]])
+    if not rows:
+        return ["Nothing is packed."]
+    return [explained, Table(("slice", "at", *names.values()), rows), "The next token by its position:", scored]
 
 
 def _steps(receipt: Mapping[str, Any]) -> list[Block]:

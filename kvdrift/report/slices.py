@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
+
+from kvdrift.report.evidence import logits_summary
 
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
 """What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
@@ -35,6 +38,18 @@ def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> l
         {"slice": kind, "at": at} | nothing | row
         for (kind, at), row in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1]))
     ]
+
+
+def logits_rows(logits: pl.DataFrame | None) -> list[dict[str, Any]]:
+    """Next-token figures by the position of the scored token: a row an octave {first, ...} of `logits_summary`."""
+    if logits is None or logits.is_empty():
+        return []
+    starts = [0, 32]
+    while 4 * starts[-1] <= logits["position"].max():  # type: ignore[operator]
+        starts.append(4 * starts[-1])
+    octaves = np.searchsorted(starts, logits["position"].to_numpy(), side="right") - 1
+    parts = logits.with_columns(octave=octaves).partition_by("octave", as_dict=True)
+    return [{"first": starts[octave]} | logits_summary(parts[octave,]) for (octave,) in sorted(parts)]
 
 
 def step_rows(generations: pl.DataFrame | None) -> list[dict[str, Any]]:

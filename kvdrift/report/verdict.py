@@ -16,7 +16,7 @@ from kvdrift.report.artifacts import sound
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.gates import NOT_MEASURED, Gate, at_least, at_most, cell_gates, cell_name, used
 from kvdrift.report.limits import CellLimits, Limits
-from kvdrift.report.slices import slice_rows, step_rows
+from kvdrift.report.slices import logits_rows, slice_rows, step_rows
 from kvdrift.serving.checks import REQUIRED
 
 NEVER = -1
@@ -62,6 +62,7 @@ def judge(evidence: Evidence, limits: Limits) -> dict[str, Any]:
         "interaction": read.interaction(evidence),
         "slices": slice_rows(evidence.errors, evidence.attention),
         "steps": step_rows(evidence.generations),
+        "logits_by_position": logits_rows(evidence.logits),
         "cells": cells,
         "layers": read.layer_map(evidence, cells, limits.workload.tokens, limits.workload.batch),
         "cohorts": cohorts,

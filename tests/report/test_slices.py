@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from kvdrift.report.slices import FIGURES, slice_rows, step_rows
+from kvdrift.report.slices import FIGURES, logits_rows, slice_rows, step_rows
 
 
 def attention(*rows: tuple[str, int | None, str | None, float | None]) -> pl.DataFrame:
@@ -44,5 +44,15 @@ def test_steps_are_told_in_octaves_over_the_answers_that_reach_them():
     assert [row["kl"] for row in rows] == pytest.approx([0.2, 0.2, 0.4])
 
 
+def test_next_tokens_are_told_by_their_own_position():
+    positions = [31, 32, 127, 128, 2047, 2048, 8191]
+    columns = {"position": positions, "kl": [0.1 * n for n in range(7)], "prompt": list("aabbccd")}
+    figures = dict.fromkeys(("delta_p", "rank_correlation", "nll", "nll_reference"), [0.5] * 7)
+    rows = logits_rows(pl.DataFrame(columns | {"same_top1": [True] * 6 + [False]} | figures))
+    assert [(row["first"], row["tokens"]) for row in rows] == [(0, 1), (32, 2), (128, 1), (512, 1), (2048, 2)]
+    assert [row["kl"] for row in rows] == pytest.approx([0.0, 0.15, 0.3, 0.4, 0.55])
+    assert rows[-1]["same_top1"] == 0.5
+
+
 def test_nothing_measured_is_nothing_told():
-    assert (slice_rows(None, None), step_rows(None)) == ([], [])
+    assert (slice_rows(None, None), step_rows(None), logits_rows(None)) == ([], [], [])
