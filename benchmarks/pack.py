@@ -1,10 +1,11 @@
-"""Sealing a stream of blocks against Transformers' quantized caches, and against a plain `torch.clone`.
+"""Sealing a stream of blocks against Transformers' quantized caches, and against a plain `torch.clone` or `copy_`.
 
     python benchmarks/pack.py --json pack.json
 
 Int4: per-channel keys and per-token values. The peers quantize the same keys and values with the code that their cache
 layers run on a flush; a peer whose package is missing is named and left out. Throughput is of bfloat16 input bytes,
-so a ratio above 1 means that ours is faster. Pages of the arena have been written before, as a pool's have.
+so a ratio above 1 means that ours is faster. Pages of the arena have been written before, as a pool's have, and so has
+what `copy_` writes to; `clone` takes fresh memory, if the allocator has none at hand.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def clone(layers: Layers) -> Run:
     return lambda i: [x.clone() for x in layers[i]]
 
 
+def copy(layers: Layers) -> Run:
+    to = [[x.clone() for x in layer] for layer in layers]
+    return lambda i: [y.copy_(x) for x, y in zip(layers[i], to[i], strict=True)]
+
+
 def peer(backend: str, layers: Layers) -> Run | None:
     """Transformers' own quantization of a flush, or None where its package is missing."""
     if importlib.util.find_spec({"hqq": "hqq", "quanto": "optimum"}[backend]) is None:
@@ -79,6 +85,7 @@ def main() -> None:
         print(f"\n{shape}, {options.tokens} tokens: {read / 1e6:.1f} MB to read, {written / 1e6:.1f} MB to write")
         for name, theirs in {
             "torch.clone": clone(layers),
+            "copy_": copy(layers),
             "hqq": peer("hqq", layers),
             "quanto": peer("quanto", layers),
         }.items():
@@ -88,7 +95,7 @@ def main() -> None:
             if theirs is None:
                 print(f"  {name:12s} not installed")
                 continue
-            rounds = options.rounds if name == "torch.clone" else 1
+            rounds = options.rounds if name in ("torch.clone", "copy_") else 1
             our_seconds, their_seconds, ratio = paired(seal(layers), theirs, options.layers, rounds)
             ours, other = read / our_seconds / 1e9, read / their_seconds / 1e9
             print(f"  {name:12s} ours {ours:6.2f} GB/s   theirs {other:7.3f} GB/s   {1 / ratio:7.2f} x as fast")

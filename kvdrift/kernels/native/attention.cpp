@@ -26,27 +26,28 @@ struct Call {
 
 struct Worker {  // what a thread reuses from one piece of work to the next
     Opener key, value;
-    std::vector<float> query, most, sum, scores;
+    Floats query, scores, most, sum;
 };
 
 // Query rows in float32, scaled for a base-2 softmax and padded with zeros: row = query · share + head.
-void load_queries(const Call &call, int64_t sequence, int64_t kv_head, int share, int d, Worker &w) {
+void load_queries(const Call &call, int64_t sequence, int64_t kv_head, int share, int d, float *query,
+                  float *most, float *sum) {
     const float factor = call.scaling * 1.4426950408889634f;
     const TensorSpec s = {EXACT, 0, 0, 0, 1, call.spec->head_dim, 0, 0, 0, 0, 0, 0};
     for (int64_t row = 0; row < share * call.queries; row++) {
         const uint8_t *from = call.query + sequence * call.query_strides[0] +
                               (kv_head * share + row % share) * call.query_strides[1] +
                               row / share * call.query_strides[2];
-        float *to = &w.query[row * d];
+        float *to = query + row * d;
         decode_block(s, from, 0, call.dtype, to, d);
-        f32x16 most = {}, sum = {};
+        f32x16 largest = {}, total = {};
         for (int c = 0; c < d; c += LANES) {
             const f32x16 q = load<f32x16>(to + c) * factor;
             store(to + c, q);
-            most = max(most, max(q, -q));
-            sum += q;
+            largest = max(largest, max(q, -q));
+            total += q;
         }
-        w.most[row] = fold(most, Max()), w.sum[row] = fold(sum, Sum());
+        most[row] = fold(largest, Max()), sum[row] = fold(total, Sum());
     }
 }
 
@@ -72,10 +73,10 @@ void run_piece(const Call &call, const Split &split, const Reader &keys, const R
     static thread_local Worker w;
     const BlockSpec &b = *call.spec;
     const int64_t run = piece % split.runs, head = piece / split.runs % b.kv_heads, s = piece / split.runs / b.kv_heads;
-    w.query.resize(split.rows * split.d), w.most.resize(split.rows), w.sum.resize(split.rows);
-    w.scores.resize(ROWS * std::max<int>(round_up(b.block, LANES), EXACT_BLOCK));
-    load_queries(call, s, head, split.share, split.d, w);
-    const Rows rows = {split.rows, split.d, w.query.data(), w.most.data(), w.sum.data(), state, sums, w.scores.data()};
+    float *query = w.query.room(split.rows * split.d), *most = w.most.room(split.rows), *sum = w.sum.room(split.rows);
+    float *scores = w.scores.room(ROWS * std::max<int>(round_up(b.block, LANES), EXACT_BLOCK));
+    load_queries(call, s, head, split.share, split.d, query, most, sum);
+    const Rows rows = {split.rows, split.d, query, most, sum, state, sums, scores};
 
     const int64_t exact = call.exact_lengths[s], end = (run + 1) * split.run;
     const auto page_of = [&](int64_t block) {
@@ -147,14 +148,15 @@ extern "C" void kvdrift_decode_attention(const Call *request) {
     const Reader keys = reader(call.spec->key, call.dtype), values = reader(call.spec->value, call.dtype);
     const int64_t heads = call.sequences * call.spec->kv_heads, pieces = heads * split.runs;
     std::vector<Running> states(pieces * split.rows);
-    std::vector<float> sums(pieces * split.rows * split.d, 0.0f);
+    Floats room;
+    float *sums = room.room(pieces * split.rows * split.d);  // new room is zero
 #pragma omp parallel num_threads(call.threads) if (pieces > 1)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t piece = 0; piece < pieces; piece++)
             run_piece(call, split, keys, values, piece, &states[piece * split.rows],
-                      &sums[piece * split.rows * split.d]);
+                      sums + piece * split.rows * split.d);
 #pragma omp for
-        for (int64_t item = 0; item < heads * split.rows; item++) merge(call, split, item, states.data(), sums.data());
+        for (int64_t item = 0; item < heads * split.rows; item++) merge(call, split, item, states.data(), sums);
     }
 }

@@ -1,7 +1,6 @@
 // Attention of all query rows of one KV head to one block: packed, exact, or decoded into a tile where no loop fits it.
 #pragma once
 #include <algorithm>
-#include <vector>
 
 #include "digit_loops.h"
 #include "float_loops.h"
@@ -51,7 +50,7 @@ struct Side {  // one tensor of the block at hand
 
 // Opens blocks; owns the float32 copies of their scales, and tiles for what has no loops of its own.
 struct Opener {
-    std::vector<float> tile, stored;
+    Floats tile, stored;
 
     // `next` is the page that will be read after this one.
     Side packed(const BlockSpec &b, const TensorSpec &s, const Reader &r, int32_t dtype, const uint8_t *page,
@@ -59,13 +58,13 @@ struct Opener {
         if (r.decoded) return decoded(b, s, dtype, page, head, b.block);
         const int64_t n = int64_t(s.groups) * s.rows;
         const bool has_low = s.kind == UNIFORM;
-        stored.resize(2 * n);
-        widen(page + s.stored_offset(s.scales, head), s.scale_bytes, n, s.kind == FP8_E4M3 ? E4M3_UNIT : 1.0f, stored.data());
-        if (has_low) widen(page + s.stored_offset(s.lows, head), s.scale_bytes, n, 1.0f, stored.data() + n);
+        float *scales = stored.room(2 * n + LANES), *lows = scales + round_up(n, LANES);
+        widen(page + s.stored_offset(s.scales, head), s.scale_bytes, n, s.kind == FP8_E4M3 ? E4M3_UNIT : 1.0f, scales);
+        if (has_low) widen(page + s.stored_offset(s.lows, head), s.scale_bytes, n, 1.0f, lows);
         fetch(next + s.stored_offset(s.scales, head), n * s.scale_bytes);
         if (has_low) fetch(next + s.stored_offset(s.lows, head), n * s.scale_bytes);
-        return {{s.codes_of(page, head), s.row_bytes, s.rows, s.row, s.groups, n ? stored.data() : nullptr,
-                 has_low ? stored.data() + n : nullptr, next - page},
+        return {{s.codes_of(page, head), s.row_bytes, s.rows, s.row, s.groups, n ? scales : nullptr,
+                 has_low ? lows : nullptr, next - page},
                 r.loops,
                 bool(s.channel_major),
                 r.grouped};
@@ -81,9 +80,9 @@ struct Opener {
    private:
     Side decoded(const BlockSpec &b, const TensorSpec &s, int32_t dtype, const uint8_t *page, int64_t head, int tokens) {
         const int stride = round_up(b.head_dim, LANES);
-        tile.resize(int64_t(tokens) * stride);
-        decode_block(s, page, head, dtype, tile.data(), stride);
-        const auto *values = reinterpret_cast<const uint8_t *>(tile.data());
+        float *to = tile.room(int64_t(tokens) * stride);
+        decode_block(s, page, head, dtype, to, stride);
+        const auto *values = reinterpret_cast<const uint8_t *>(to);
         return {{values, 4 * stride, tokens, stride, 0, nullptr, nullptr, 0}, &float_loops<F32, false>, false, false};
     }
 

@@ -1,6 +1,5 @@
 // seal: blocks of keys and values into pages, one (block, head, tensor) at a time.
 #include <algorithm>
-#include <vector>
 
 #include "tile.h"
 
@@ -14,10 +13,9 @@ struct Strided {
     int64_t block, head, token;  // bytes
 };
 
-struct Scratch {
-    std::vector<float> tile;
-    std::vector<float> smallest, highest;  // [groups][rows, padded to whole lanes]
-    std::vector<float> divisor, base;      // the same, as stored
+// Four of [groups][rows, padded to whole lanes] float32: what a group holds, and what its codes are made with.
+struct Groups {
+    float *smallest, *highest, *divisor, *base;
 };
 
 void store_scale(uint8_t *to, f32x16 x, bool half, int n) {
@@ -30,7 +28,7 @@ void store_scale(uint8_t *to, f32x16 x, bool half, int n) {
 }
 
 // Scales and lows of every group into the page; what the codes need into `divisor` and `base`.
-bool store_steps(const TensorSpec &s, uint8_t *page, int64_t head, Scratch &w, int64_t padded) {
+bool store_steps(const TensorSpec &s, uint8_t *page, int64_t head, const Groups &w, int64_t padded) {
     const bool half = s.scale_bytes == 2;
     const float levels = float((1 << s.bits) - 1);
     i32x16 bad = {};
@@ -57,9 +55,9 @@ INLINE f32x16 along_row(const float *steps, int64_t padded, int e, int group, in
     return x;
 }
 
-// Aligned: groups and planes are whole lanes, so that sixteen elements share a step.
-template <class Code, int Bits, bool Aligned>
-void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *codes) {
+// Aligned: groups and planes are whole lanes, so that sixteen elements share a step. OneGroup: so does the whole row.
+template <class Code, int Bits, bool Aligned, bool OneGroup>
+void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups &w, uint8_t *codes) {
     constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
     const int64_t padded = round_up(s.rows, LANES);
@@ -67,17 +65,22 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const S
     for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
     for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
         const float *divisors = &w.divisor[t], *bases = &w.base[t];
+        const f32x16 only_divisor = broadcast(divisors[0]), only_base = broadcast(bases[0]);
         for (int i = 0; i < plane; i += LANES) {
             i32x16 bytes = {};
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
                 const int e = p * plane + i;
                 const int64_t at = Aligned ? group_of[e / LANES] : 0;
-                const f32x16 divisor = Aligned ? broadcast(divisors[at]) : along_row(divisors, padded, e, group, s.row);
-                const f32x16 base = Aligned ? broadcast(bases[at]) : along_row(bases, padded, e, group, s.row);
+                const f32x16 divisor = OneGroup  ? only_divisor
+                                       : Aligned ? broadcast(divisors[at])
+                                                 : along_row(divisors, padded, e, group, s.row);
+                const f32x16 base = OneGroup  ? only_base
+                                    : Aligned ? broadcast(bases[at])
+                                              : along_row(bases, padded, e, group, s.row);
                 const f32x16 x =
                     Aligned || e + LANES <= stride ? load<f32x16>(tile + e) : load_part<f32x16>(tile + e, stride - e);
-                bytes |= Code::of(x, divisor, base) << (Bits * p);
+                bytes |= Code::of(x, divisor, base) << (Bits * p);  // what is above the low byte is dropped
             }
             const u8x16 packed = low_bytes(bytes);
             if (Aligned)
@@ -90,8 +93,10 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const S
 
 // Aligned: groups and planes are whole runs of sixteen tokens, so that a run shares its steps.
 template <class Code, int Bits, bool Aligned>
-void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *codes) {
+void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups &w, uint8_t *codes) {
     constexpr int P = 8 / Bits;
+    uint32_t excess = 0;  // what Code::of is above its codes, in a whole word
+    for (int at = 0; at < 32; at += Bits) excess += uint32_t(Code::above) << at;
     const int plane = s.plane(), group = s.group();
     for (int first = 0; first < plane; first += 16)
         for (int c = 0; c < s.rows; c += LANES) {
@@ -111,8 +116,9 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
                         const int i = first + 4 * k + byte, t = p * plane + (Aligned ? i : std::min(i, plane - 1));
                         if (!Aligned) steps_at(p, t);
                         const f32x16 x = load<f32x16>(tile + t * stride + c);
-                        words[k] |= Code::of(x, divisor[p], base[p]) << (8 * byte + Bits * p);
+                        words[k] += Code::of(x, divisor[p], base[p]) << (8 * byte + Bits * p);
                     }
+            for (i32x16 &word : words) word -= int32_t(excess);
             store_columns(words, codes + c * s.row_bytes + first, s.row_bytes, std::min(s.rows - c, LANES),
                           std::min(plane - first, 16));
         }
@@ -120,17 +126,21 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
 
 template <int Bits>
 struct Uniform {
+    static constexpr int32_t above = ROUNDED;
     static INLINE i32x16 of(f32x16 x, f32x16 divisor, f32x16 base) { return uniform_code<Bits>(x, divisor, base); }
 };
 struct Float8 {
+    static constexpr int32_t above = 0;
     static INLINE i32x16 of(f32x16 x, f32x16 divisor, f32x16 base) { return float8_code(x, divisor, base); }
 };
 
 template <class Code, int Bits>
-void codes(const TensorSpec &s, const float *tile, int64_t stride, const Scratch &w, uint8_t *to) {
+void codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups &w, uint8_t *to) {
     const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0 && s.row <= WIDEST_ROW;
     const auto write = s.channel_major ? (aligned ? channel_codes<Code, Bits, true> : channel_codes<Code, Bits, false>)
-                                       : (aligned ? token_codes<Code, Bits, true> : token_codes<Code, Bits, false>);
+                       : !aligned       ? token_codes<Code, Bits, false, false>
+                       : s.groups > 1   ? token_codes<Code, Bits, true, false>
+                                        : token_codes<Code, Bits, true, true>;
     write(s, tile, stride, w, to);
 }
 
@@ -147,24 +157,25 @@ bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, u
 
 template <int32_t D>
 bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, uint8_t *page,
-                 int64_t head, Scratch &w) {
+                 int64_t head, Floats &scratch) {
     uint8_t *to = s.codes_of(page, head);
     if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, to);
     for (int64_t i = 0; i < int64_t(s.rows) * s.row_bytes; i += 64) __builtin_prefetch(to + i, 1);
     const int64_t stride = round_up(b.head_dim, LANES), padded = round_up(s.rows, LANES);
-    w.tile.resize(b.block * stride);
-    for (auto *x : {&w.smallest, &w.highest, &w.divisor, &w.base}) x->resize(s.groups * padded);
-    if (padded != s.rows) std::fill(w.smallest.begin(), w.smallest.end(), 0.0f), w.highest = w.smallest;
-    const Reading<D> in = {data, token_bytes, b.block, b.head_dim, w.tile.data(), stride};
+    const int64_t values = b.block * stride, each = s.groups * padded;
+    float *tile = scratch.room(values + 4 * each), *to_groups = tile + values;
+    const Groups w = {to_groups, to_groups + each, to_groups + 2 * each, to_groups + 3 * each};
+    if (padded != s.rows) std::fill(w.smallest, w.divisor, 0.0f);
+    const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride};
     const bool finite = s.channel_major
-                            ? read_channels(in, s.group(), w.smallest.data(), w.highest.data())
-                            : read_tokens(in, s.group(), w.smallest.data(), w.highest.data(), padded);
+                            ? read_channels<D>(in, s.group(), w.smallest, w.highest)
+                            : read_tokens<D>(in, s.group(), w.smallest, w.highest, padded);
     const bool fits = store_steps(s, page, head, w, padded);
     const auto write = s.kind == FP8_E4M3 ? codes<Float8, 8>
                        : s.bits == 8      ? codes<Uniform<8>, 8>
                        : s.bits == 4      ? codes<Uniform<4>, 4>
                                           : codes<Uniform<2>, 2>;
-    write(s, w.tile.data(), stride, w, to);
+    write(s, tile, stride, w, to);
     return fits && finite;
 }
 
@@ -195,7 +206,7 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
     std::memset(fits, 1, blocks);
 #pragma omp parallel num_threads(threads) if (blocks * heads > 1)
     {
-        static thread_local Scratch scratch;
+        static thread_local Floats scratch;
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < blocks * heads; item++) {
             const int64_t head = item / blocks, block = item % blocks;

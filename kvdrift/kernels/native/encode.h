@@ -11,7 +11,6 @@ constexpr int32_t INFINITE = 0x7f800000, SMALLEST_NORMAL = 0x00800000;
 INLINE i32x16 magnitude(f32x16 x) { return as_int(x) & 0x7fffffff; }
 INLINE i32x16 not_finite(f32x16 x) { return magnitude(x) >= INFINITE; }
 
-// quantizers/groups.py: subnormals and negative zero become zero; NaN and infinities stay.
 INLINE f32x16 to_float32(f32x16 x) { return select(magnitude(x) >= SMALLEST_NORMAL, x, f32x16{}); }
 
 // What a group needs to turn a value into a code, in float32 but as stored.
@@ -40,12 +39,14 @@ INLINE Step float8_step(f32x16 smallest, f32x16 highest, bool half, f32x16 &scal
     return {select(vanished, zero + INFINITY, scale), zero, bad | (vanished & (largest != zero))};
 }
 
-// Adding 1.5·2²³ rounds half to even and leaves the integer in the mantissa.
+// Adding 1.5·2²³ rounds half to even and leaves the integer in the mantissa: the result is the code plus ROUNDED, whose
+// low bytes are zero.
+constexpr int32_t ROUNDED = 0x4b400000;
 template <int Bits>
 INLINE i32x16 uniform_code(f32x16 x, f32x16 divisor, f32x16 base) {
     constexpr float levels = (1 << Bits) - 1;
     const f32x16 q = (x - base) / divisor, zero = {};
-    return as_int(min(max(q, zero), zero + levels) + 12582912.0f) - 0x4b400000;
+    return as_int(min(max(q, zero), zero + levels) + 12582912.0f);
 }
 
 INLINE i32x16 float8_code(f32x16 x, f32x16 divisor, f32x16) {

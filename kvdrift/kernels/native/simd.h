@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(KVDRIFT_PORTABLE)
 #define KVDRIFT_AVX512 1
@@ -35,6 +36,21 @@ template <class V>
 INLINE void store(void *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
+// Room for float32s that begins on a cache line, reused from one use to the next: vectors that straddle two lines take
+// twice as long.
+class Floats {
+    struct alignas(64) Line {
+        float x[LANES];
+    };
+    std::vector<Line> lines;
+
+   public:
+    float *room(int64_t n) {
+        if (n > int64_t(lines.size()) * LANES) lines.resize((n + LANES - 1) / LANES);
+        return lines.data()->x;
+    }
+};
+
 INLINE f32x16 broadcast(float x) { return x - (f32x16){}; }
 INLINE i32x16 as_int(f32x16 x) { return (i32x16)x; }
 INLINE f32x16 as_float(i32x16 x) { return (f32x16)x; }
@@ -108,6 +124,25 @@ INLINE u16x16 to_half(f32x16 x) {
 }
 
 INLINE f32x16 from_bfloat(u16x16 x) { return as_float(widen(x) << 16); }
+
+// Subnormals and negative zero become zero.
+INLINE f32x16 from_bfloat_flushed(u16x16 x) {
+#ifdef KVDRIFT_AVX512
+    const __mmask16 normal = _mm256_test_epi16_mask((__m256i)x, _mm256_set1_epi16(0x7f80));
+    return (f32x16)_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(normal, (__m256i)x), 16);
+#else
+    return from_bfloat((x & 0x7f80) != 0 ? x : u16x16{});
+#endif
+}
+
+// sum + 0 · x: what isn't finite leaves NaN.
+INLINE f32x16 plus_zero_times(f32x16 sum, f32x16 x) {
+#ifdef KVDRIFT_AVX512
+    return (f32x16)_mm512_fmadd_ps((__m512)x, _mm512_setzero_ps(), (__m512)sum);
+#else
+    return sum + x * 0.0f;
+#endif
+}
 
 // Round half to even; NaN stays NaN.
 INLINE u16x16 to_bfloat(f32x16 x) {
