@@ -95,7 +95,15 @@ class _Searched:
 
 def _bound(raw: dict[str, Any], name: str, shape: CacheShape | None) -> CachePolicy:
     made = from_dict(raw, name)
-    return made if shape is None else made.bind(shape.layers, shape.head_dim)
+    if shape is None:
+        return made
+    least = made.exact_tokens + made.block
+    if not made.is_exact and shape.positions is not None and max(least, made.min_length) > shape.positions:
+        raise PolicyError(
+            f"sink_tokens + residual_window is {made.exact_tokens}, min_length {made.min_length}; a first block is packed "
+            f"at {max(least, made.min_length)} tokens, and the model has {shape.positions} positions"
+        )
+    return made.bind(shape.layers, shape.head_dim)
 
 
 def _bits(policy: CachePolicy, shape: CacheShape) -> float:

@@ -109,7 +109,7 @@ def test_light_stages_import_nothing_heavy(
         (PREFLIGHT, "conf/quantize.yaml", "plan:", "block: 64\nplan:", "conf/quantize.yaml: block is an unknown key"),
         (PREFLIGHT, "conf/drill.yaml", "new_tokens: ", "new_tokens: x", "conf/drill.yaml: new_tokens is 'x"),
         (PREFLIGHT, "conf/corpus/smoke.yaml", "{256: 3}", "{512: 3}", "prefix of 512 tokens and 17 more"),
-        (PREFLIGHT, "conf/corpus/smoke.yaml", "{256: 3}", "{256: 9000000}", "are free. Free some disk"),
+        (PREFLIGHT, "conf/corpus/smoke.yaml", "{256: 3}", "{256: 9000000}", "Free some disk, or choose a smaller"),
         (PREFLIGHT, "conf/profile/smoke.yaml", "device: cpu", "device: cuda", "device is 'cuda', but"),
     ],
 )
