@@ -100,8 +100,8 @@ def _bound(raw: dict[str, Any], name: str, shape: CacheShape | None) -> CachePol
     least = made.exact_tokens + made.block
     if not made.is_exact and shape.positions is not None and max(least, made.min_length) > shape.positions:
         raise PolicyError(
-            f"sink_tokens + residual_window is {made.exact_tokens}, min_length {made.min_length}; a first block is packed "
-            f"at {max(least, made.min_length)} tokens, and the model has {shape.positions} positions"
+            f"sink_tokens + residual_window is {made.exact_tokens}, min_length {made.min_length}; a first block is "
+            f"packed at {max(least, made.min_length)} tokens, and the model has {shape.positions} positions"
         )
     return made.bind(shape.layers, shape.head_dim)
 
