@@ -38,7 +38,7 @@ def main(config: LatencyConfig) -> None:
 
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache  # noqa: F401 (registers the attention function)
-    from kvdrift.measure import layers, machine, service, timing
+    from kvdrift.measure import coldstart, layers, machine, service, timing
     from kvdrift.measure.bench import Bench, read_prefix
     from kvdrift.measure.partial import partial
     from kvdrift.measure.plans import read_plan
@@ -58,7 +58,7 @@ def main(config: LatencyConfig) -> None:
 
     inputs = [asdict(config), policy.to_dict(), json.loads(config.device.read_text())]
     kept = partial(inputs, [Path("kvdrift"), Path("stages/latency.py"), config.manifest, config.prompts])
-    cold = kept.once("cold", lambda: service.cold_starts(bench, first.context, sweep.cold_starts, seed))
+    cold = kept.once("cold", lambda: coldstart.cold_starts(bench, first.context, sweep.cold_starts, seed))
     floors, sampled = [], {point: [] for point in points(sweep, config.workload, config.scheduler, prefix.length)}
     for visit in tqdm(range(sweep.visits), desc=f"latency {config.plan}", unit="visit"):
         base = replace(first, generated=sweep.pairs).share(sweep.visits)
