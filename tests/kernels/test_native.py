@@ -7,8 +7,10 @@ decoded values, relative to the largest value.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -135,6 +137,29 @@ def test_case_4_half_steps_round_to_even() -> None:
     codes = arena[pages.long(), layout.key.codes : layout.key.codes + 64][0]
     assert fits.all()
     assert codes.tolist() == [0, *(round(i + 0.5) for i in range(1, 63)), 255]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 2047),
+    st.integers(-24, -2),
+    st.sampled_from([*DTYPES]),
+    st.integers(0, 99),
+)
+def test_case_4_half_steps_of_any_half_precision_scale(
+    bits: int, mantissa: int, exponent: int, dtype: str, seed: int
+) -> None:
+    """A quotient that a reciprocal gives must round as a division does, above all half way between two codes."""
+    torch.manual_seed(seed)
+    scale, levels = mantissa * 2.0**exponent, 2**bits - 1
+    x = torch.randint(0, 2 * levels + 1, (4, 2, 64, 64)) * (0.5 * scale)
+    x[..., 0, :], x[..., 1, :], x[..., 0], x[..., 1] = 0.0, levels * scale, 0.0, levels * scale
+    low = 2.0 ** random.Random(seed).randint(-10, 4)
+    layout = block_layout(
+        LayerPolicy(Quantizer(bits=bits, axis="channel", group=64), Quantizer(bits=bits)), 64, 2, 64, 4
+    )
+    seal_both((x + low).to(DTYPES[dtype]), x.to(DTYPES[dtype]), replace(layout, dtype_bytes=DTYPES[dtype].itemsize))
 
 
 def test_case_6_a_span_beyond_half_precision() -> None:

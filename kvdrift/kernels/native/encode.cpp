@@ -65,16 +65,17 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const G
     for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
     for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
         const float *divisors = &w.divisor[t], *bases = &w.base[t];
-        const f32x16 only_divisor = broadcast(divisors[0]), only_base = broadcast(bases[0]);
+        const Divisor only_divisor = Code::divisor(broadcast(divisors[0]));
+        const f32x16 only_base = broadcast(bases[0]);
         for (int i = 0; i < plane; i += LANES) {
             i32x16 bytes = {};
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
                 const int e = p * plane + i;
                 const int64_t at = Aligned ? group_of[e / LANES] : 0;
-                const f32x16 divisor = OneGroup  ? only_divisor
-                                       : Aligned ? broadcast(divisors[at])
-                                                 : along_row(divisors, padded, e, group, s.row);
+                const Divisor divisor = OneGroup  ? only_divisor
+                                        : Aligned ? Code::divisor(broadcast(divisors[at]))
+                                                  : Code::divisor(along_row(divisors, padded, e, group, s.row));
                 const f32x16 base = OneGroup  ? only_base
                                     : Aligned ? broadcast(bases[at])
                                               : along_row(bases, padded, e, group, s.row);
@@ -100,9 +101,10 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
     const int plane = s.plane(), group = s.group();
     for (int first = 0; first < plane; first += 16)
         for (int c = 0; c < s.rows; c += LANES) {
-            f32x16 divisor[P], base[P];
+            Divisor divisor[P];
+            f32x16 base[P];
             const auto steps_at = [&](int p, int t) {
-                divisor[p] = load<f32x16>(&w.divisor[t / group * stride + c]);
+                divisor[p] = Code::divisor(load<f32x16>(&w.divisor[t / group * stride + c]));
                 base[p] = load<f32x16>(&w.base[t / group * stride + c]);
             };
             for (int p = 0; p < P; p++) steps_at(p, p * plane + first);
@@ -124,14 +126,16 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
         }
 }
 
-template <int Bits>
+template <int Bits, bool Half>
 struct Uniform {
     static constexpr int32_t above = ROUNDED;
-    static INLINE i32x16 of(f32x16 x, f32x16 divisor, f32x16 base) { return uniform_code<Bits>(x, divisor, base); }
+    static INLINE Divisor divisor(f32x16 x) { return {x, Half ? 1.0f / x : x}; }
+    static INLINE i32x16 of(f32x16 x, Divisor by, f32x16 base) { return uniform_code<Bits, Half>(x, by, base); }
 };
 struct Float8 {
     static constexpr int32_t above = 0;
-    static INLINE i32x16 of(f32x16 x, f32x16 divisor, f32x16 base) { return float8_code(x, divisor, base); }
+    static INLINE Divisor divisor(f32x16 x) { return {x, x}; }
+    static INLINE i32x16 of(f32x16 x, Divisor by, f32x16 base) { return float8_code(x, by, base); }
 };
 
 template <class Code, int Bits>
@@ -142,6 +146,13 @@ void codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups 
                        : s.groups > 1   ? token_codes<Code, Bits, true, false>
                                         : token_codes<Code, Bits, true, true>;
     write(s, tile, stride, w, to);
+}
+
+template <bool Half>
+auto uniform_codes(int bits) {
+    return bits == 8   ? codes<Uniform<8, Half>, 8>
+           : bits == 4 ? codes<Uniform<4, Half>, 4>
+                       : codes<Uniform<2, Half>, 2>;
 }
 
 // A tensor that stays exact is copied; it fits if it is finite.
@@ -172,9 +183,8 @@ bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, i
                             : read_tokens<D>(in, s.group(), w.smallest, w.highest, padded);
     const bool fits = store_steps(s, page, head, w, padded);
     const auto write = s.kind == FP8_E4M3 ? codes<Float8, 8>
-                       : s.bits == 8      ? codes<Uniform<8>, 8>
-                       : s.bits == 4      ? codes<Uniform<4>, 4>
-                                          : codes<Uniform<2>, 2>;
+                       : s.scale_bytes == 2 ? uniform_codes<true>(s.bits)
+                                            : uniform_codes<false>(s.bits);
     write(s, tile, stride, w, to);
     return fits && finite;
 }

@@ -7,6 +7,7 @@
 namespace kvdrift {
 
 constexpr int32_t INFINITE = 0x7f800000, SMALLEST_NORMAL = 0x00800000;
+constexpr float HUGE_DIVISOR = 1e37f;  // its reciprocal is normal still
 
 INLINE i32x16 magnitude(f32x16 x) { return as_int(x) & 0x7fffffff; }
 INLINE i32x16 not_finite(f32x16 x) { return magnitude(x) >= INFINITE; }
@@ -15,7 +16,7 @@ INLINE f32x16 to_float32(f32x16 x) { return select(magnitude(x) >= SMALLEST_NORM
 
 // What a group needs to turn a value into a code, in float32 but as stored.
 struct Step {
-    f32x16 divisor;  // infinite where the scale is zero, so that every code is zero
+    f32x16 divisor;  // huge where the scale is zero, so that every code is zero
     f32x16 base;
     i32x16 bad;  // lanes that can't be held
 };
@@ -27,7 +28,7 @@ INLINE Step uniform_step(f32x16 smallest, f32x16 highest, float levels, bool hal
     const f32x16 base = rounded(smallest, half) + 0.0f, zero = {};
     const i32x16 vanished = scale == zero;
     const i32x16 bad = not_finite(levels * scale + base) | not_finite(scale) | not_finite(base);
-    return {select(vanished, zero + INFINITY, scale), base, bad | (vanished & (highest != smallest))};
+    return {select(vanished, zero + HUGE_DIVISOR, scale), base, bad | (vanished & (highest != smallest))};
 }
 
 INLINE Step float8_step(f32x16 smallest, f32x16 highest, bool half, f32x16 &scale) {
@@ -36,22 +37,25 @@ INLINE Step float8_step(f32x16 smallest, f32x16 highest, bool half, f32x16 &scal
     scale = rounded(to_float32(quotient), half);
     const i32x16 vanished = scale == zero;
     const i32x16 bad = not_finite(448.0f * scale) | not_finite(scale);
-    return {select(vanished, zero + INFINITY, scale), zero, bad | (vanished & (largest != zero))};
+    return {select(vanished, zero + HUGE_DIVISOR, scale), zero, bad | (vanished & (largest != zero))};
 }
 
 // Adding 1.5·2²³ rounds half to even and leaves the integer in the mantissa: the result is the code plus ROUNDED, whose
 // low bytes are zero.
 constexpr int32_t ROUNDED = 0x4b400000;
-template <int Bits>
-INLINE i32x16 uniform_code(f32x16 x, f32x16 divisor, f32x16 base) {
+//
+// Half: the scale is a float16, so at least 2⁻²⁴. Then a remainder is normal wherever the code isn't zero anyway, and
+// `divide` gives the quotient.
+template <int Bits, bool Half>
+INLINE i32x16 uniform_code(f32x16 x, Divisor divisor, f32x16 base) {
     constexpr float levels = (1 << Bits) - 1;
-    const f32x16 q = (x - base) / divisor, zero = {};
+    const f32x16 q = Half ? divide(x - base, divisor) : (x - base) / divisor.value, zero = {};
     return as_int(min(max(q, zero), zero + levels) + 12582912.0f);
 }
 
-INLINE i32x16 float8_code(f32x16 x, f32x16 divisor, f32x16) {
+INLINE i32x16 float8_code(f32x16 x, Divisor divisor, f32x16) {
     const f32x16 zero = {};
-    const f32x16 q = min(max(x / divisor, zero - 448.0f), zero + 448.0f);
+    const f32x16 q = min(max(x / divisor.value, zero - 448.0f), zero + 448.0f);
     const i32x16 m = magnitude(q), sign = (as_int(q) >> 24) & 0x80;
     const i32x16 normal = (m + ((7 - 127) * (1 << 23) + 0x7ffff) + ((m >> 20) & 1)) >> 20;
     const i32x16 small = as_int(as_float(m) + 16384.0f) - (141 << 23);  // 2¹⁴'s ulp is E4M3's smallest subnormal

@@ -144,6 +144,21 @@ INLINE f32x16 plus_zero_times(f32x16 sum, f32x16 x) {
 #endif
 }
 
+// a / b, correctly rounded, from b's own reciprocal: one Newton step on the quotient, whose remainder an FMA tells
+// exactly (Markstein, IBM J. Res. Dev. 34(1), 1990). Right where b, its reciprocal and the remainder are normal.
+struct Divisor {
+    f32x16 value, reciprocal;
+};
+INLINE f32x16 divide(f32x16 a, Divisor b) {
+#ifdef KVDRIFT_AVX512
+    const __m512 q = (__m512)(a * b.reciprocal);
+    const __m512 remainder = _mm512_fnmadd_ps(q, (__m512)b.value, (__m512)a);
+    return (f32x16)_mm512_fmadd_ps(remainder, (__m512)b.reciprocal, q);
+#else
+    return a / b.value;
+#endif
+}
+
 // Round half to even; NaN stays NaN.
 INLINE u16x16 to_bfloat(f32x16 x) {
     const i32x16 bits = as_int(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
