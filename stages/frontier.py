@@ -40,7 +40,7 @@ class FrontierConfig:
 @stage("frontier")
 def main(config: FrontierConfig) -> None:
     import json
-    import os
+    import shutil
 
     import polars as pl
     import yaml
@@ -50,8 +50,9 @@ def main(config: FrontierConfig) -> None:
     from kvdrift.report import changed, figures, frontier
     from kvdrift.report.evidence import read_json
     from kvdrift.report.floor import noise_floor
-    from kvdrift.report.page import render
-    from kvdrift.report.receipt import Run, digest, receipt, values_digest
+    from kvdrift.report.origin import commit, config_hash, hashed, plain, weight_hashes
+    from kvdrift.report.page import embedded, render
+    from kvdrift.report.receipt import Run, receipt
     from kvdrift.report.sections import sections, title
 
     policies: list[str] = yaml.safe_load(config.params.read_text())["policies"]
@@ -104,8 +105,13 @@ def main(config: FrontierConfig) -> None:
     even = evens.get(choice.policy, frontier.BreakEven(None, None))
     released = frontier.bound(policy, even, longest.get(choice.policy, 0))
     selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": config.gates}
-    hashes = {name: digest(paths) for name, paths in config.hashed.items()}
-    hashes["config"] = values_digest(selected)
+    selected = plain(selected)
+    for path in drawn.values():
+        shutil.copyfile(path, config.out / path.name)
+    write(config.out / "policy.json", released.to_dict())
+    hashes = weight_hashes(manifest, config.manifest.parent)
+    hashes += [hashed(name, paths) for name, paths in config.hashed.items()]
+    hashes += [config_hash(selected, config.out / "receipt.json"), hashed("policy", [config.out / "policy.json"])]
     run = Run(
         verdicts=verdicts,
         evens=evens,
@@ -118,20 +124,22 @@ def main(config: FrontierConfig) -> None:
         calibration=read_json(config.calibration / "calibration.json"),
         changes=changed.change_counts(examples, limits["critical"]),
         floor=floor,
+        config=selected,
+        commit=commit(Path()),
         hashes=hashes,
-        figures=[os.path.relpath(path, config.out) for path in drawn.values()],
+        figures=[path.name for path in drawn.values()],
     )
     content = receipt(run, choice, released)
     paths = {"receipt": str(config.out / "receipt.md"), "changed": str(config.out / "changed_examples.html")}
     paths |= {name: str(path) for name, path in drawn.items()}
-    write(config.out / "policy.json", released.to_dict())
     write(config.out / "receipt.json", content)
     write(
         config.out / "decisions.json",
         {"decision": content["decision"], "policies": content["candidates"], "paths": paths},
     )
+    pictures = {path.name: embedded(path) for path in drawn.values()}
     for kind in ("md", "html"):
-        page = render(f"receipt.{kind}.jinja", title=title(content), sections=sections(content))
+        page = render(f"receipt.{kind}.jinja", title=title(content), sections=sections(content), pictures=pictures)
         (config.out / f"receipt.{kind}").write_text(page)
     (config.out / "changed_examples.html").write_text(render("changed.html.jinja", rows=examples))
     lines = [json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in examples]

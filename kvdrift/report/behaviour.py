@@ -32,7 +32,7 @@ LOGITS = {
     "same_top1": "share of tokens with the same most likely token",
     "rms_delta_p": "RMS change of the target token's probability",
     "rank_correlation": "rank correlation over the reference's top 50",
-    "perplexity_change": "change of perplexity",
+    "perplexity_change": "perplexity, candidate − reference (a difference, no ratio)",
 }
 
 
@@ -122,7 +122,11 @@ def _recall(receipt: Mapping[str, Any]) -> list[Block]:
     if not cells:
         return [f"{NOT_MEASURED}."]
     names = ("length", "depth", "items", "reference", "candidate", "kept")
-    rows = [tuple(shown(cell[name]) for name in names) for cell in cells]
+    # of no needle recalled none can be kept: that is no loss
+    rows = [
+        tuple("–" if name == "kept" and not cell["reference"] else shown(cell[name]) for name in names)
+        for cell in cells
+    ]
     grid = Table((*names[:3], "reference recalls", "candidate recalls", "kept"), rows)
     return [recall_rule(cells, receipt["limits"]["min_recall"]), grid]
 
@@ -136,7 +140,8 @@ def recall_rule(cells: Sequence[Mapping[str, Any]], least: float) -> str:
         f"{count} item{'s' if max(items) > 1 else ''} a cell: the grid is a probe without a statistical rule, neither "
         "bound nor interval, so one answer decides a cell and a kept needle proves no rate. The gate `needle recall` "
         "takes, at each length, the share of the needles that the reference recalls which the candidate recalls too, "
-        f"and asks for at least {shown(least)} at the worst length."
+        f"and asks for at least {shown(least)} at the worst length. A dash is a cell of which the reference recalls "
+        "nothing, so nothing can be kept."
     )
     if any(right):
         fewest = min(n for n in right if n)

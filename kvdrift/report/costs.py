@@ -151,11 +151,16 @@ def _machine(machine: Mapping[str, Any]) -> str:
     """What the timings were taken on, and what else ran beside them."""
     before, after = machine["before"], machine["after"]
     return (
-        f"Taken with {machine['threads']} threads on {machine['processors']} processors, {machine['backend']} kernels, "
+        f"Taken with {_count(machine['threads'], 'thread')} on {_count(machine['processors'], 'processor')} that the "
+        f"process may use, {machine['backend']} kernels, "
         f"torch {machine['torch']}, transformers {machine['transformers']}, python {machine['python']}. Clock in MHz: "
         f"{shown(before['clock_mhz'])} before, {shown(after['clock_mhz'])} after. Load of the machine, of which this "
         f"measurement is {machine['threads']}: {shown(before['load'])} before, {shown(after['load'])} after."
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _rows(latency: Mapping[str, Any], policy: str) -> Table:

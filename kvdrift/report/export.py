@@ -73,7 +73,9 @@ def _llama_cpp(key: Quantizer, value: Quantizer) -> Flag:
         return Flag("llama.cpp", "", "no equivalent", "integers of 4, 5 and 8 bits only")
     flag = f"--cache-type-k {names[0]} --cache-type-v {names[1]} --flash-attn on"
     axis = " along channels, so not per-channel keys" if key.axis == "channel" else ""
-    return Flag("llama.cpp", flag, "near", f"groups of 32{axis}; q8_0 is symmetric, q4_1 has a low as measured")
+    notes = {"q8_0": "q8_0 is symmetric", "q4_1": "q4_1 has a low as measured"}
+    used = ", ".join(note for name, note in notes.items() if name in names)
+    return Flag("llama.cpp", flag, "near", f"groups of 32{axis}; {used}")
 
 
 def _transformers(policy: CachePolicy, key: Quantizer, value: Quantizer) -> Flag:

@@ -34,6 +34,8 @@ MARKS = {
     "fallback": ("s", "#4d4d4d"),
     "reject": ("X", "#b2182b"),
 }
+ABSENT = "#e0e0e0"
+"""What was not measured, or not asked for."""
 REFERENCE = "reference"
 EVENS = {"faster": ("#b2182b", ":"), "smaller": ("#1b7837", "--")}
 """Both break-evens: from where a policy is faster, and from where it is smaller."""
@@ -65,14 +67,16 @@ def attention_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def recall_rows(verdicts: Sequence[Mapping[str, Any]]) -> Rows:
-    """A row a policy, length and depth: the share of needles recalled; the reference comes first, by its name."""
+    """A row a policy, length and depth: the share of needles recalled, and how many the reference recalls there; the
+    reference comes first, by its name."""
     grids = [(verdict["policy"], verdict["recall"], "candidate") for verdict in verdicts if not verdict["exact"]]
     measured: Rows = next((verdict["recall"] for verdict in verdicts if verdict["recall"]), [])
     rows = []
     for policy, grid, counted in [(REFERENCE, measured, "reference"), *grids]:
         for cell in grid:
             row = {"policy": policy, "length": cell["length"], "depth": cell["depth"]}
-            rows.append(row | {"recall": cell[counted] / cell["items"], "items": cell["items"]})
+            told = {"reference": cell["reference"]}
+            rows.append(row | {"recall": cell[counted] / cell["items"], "items": cell["items"]} | told)
     return rows
 
 
@@ -104,7 +108,8 @@ def latency_rows(latencies: Mapping[str, Mapping[str, Any] | None], evens: Mappi
 def draw_heatmap(
     rows: Rows, path: Path, limits: Mapping[str, float], chosen: str = "", title: str = "Where the error lands"
 ) -> None:
-    """Panels down, policies across, layers up the side, position buckets along; one colour scale a panel.
+    """Panels down, policies across, layers down the side, position buckets along; one colour scale a panel. What was
+    not measured is grey, which the title explains where it occurs.
 
     `limits` are the gates' by panel: a line on the scale, and an outline around each cell beyond it.
     """
@@ -115,8 +120,9 @@ def draw_heatmap(
     buckets = sorted({row["bucket"] for row in rows})
     labels = [f"{a:,}–{b - 1:,}" for a, b in pairwise(buckets)] + [f"from {buckets[-1]:,}"]
     figure = Figure(figsize=(1.8 + 1.7 * len(policies), 1.6 + 3 * max(1.7, layers / 11)), layout="constrained")
-    figure.suptitle(title)
     panels = list(dict.fromkeys(row["panel"] for row in rows))
+    whole = len(panels) * len(policies) * layers * len(buckets) == len(rows)
+    figure.suptitle(title if whole else f"{title}\ngrey: not measured")
     grid = figure.subplots(len(panels), len(policies), squeeze=False, sharex=True, sharey=True)
     for panel, axes in zip(panels, grid, strict=True):
         values = [row["value"] for row in rows if row["panel"] == panel]
@@ -128,7 +134,7 @@ def draw_heatmap(
             for row in rows:
                 if row["panel"] == panel and row["policy"] == policy:
                     found[row["layer"], buckets.index(row["bucket"])] = row["value"]
-            ax.set_facecolor("#e0e0e0")
+            ax.set_facecolor(ABSENT)
             every = max(1, layers // 10)
             seaborn.heatmap(found, ax=ax, norm=norm, cmap="rocket_r", cbar=False, xticklabels=labels, yticklabels=every)
             for layer, bucket in np.argwhere(found > limit):
@@ -150,26 +156,32 @@ def draw_heatmap(
 
 
 def draw_recall(rows: Rows, path: Path) -> None:
-    """One length × depth grid a policy, the reference first, recalled of asked in each cell; grey has no needle."""
+    """One length × depth grid a policy, the reference first, recalled of asked in each cell; grey has no needle, and
+    hatched one that the reference does not recall either, which judges no candidate."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     if not policies:
         return _empty(path, "no needle was generated for")
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
     figure = Figure(figsize=(1.8 + 1.6 * len(policies), 3.1), layout="constrained")
-    figure.suptitle("Needles recalled of needles planted; a grey cell has none")
+    figure.suptitle("Needles recalled of needles planted\ngrey: none planted; hatched: the reference recalls none")
     axes = figure.subplots(1, len(policies), squeeze=False, sharey=True)[0]
     for policy, ax in zip(policies, axes, strict=True):
         shares = np.full((len(depths), len(lengths)), np.nan)
-        counts = np.full(shares.shape, "", dtype=object)
+        counts, blind = np.full(shares.shape, "", dtype=object), np.zeros(shares.shape, dtype=bool)
         for row in rows:
             if row["policy"] == policy:
                 at = depths.index(row["depth"]), lengths.index(row["length"])
-                shares[at] = row["recall"]
+                shares[at], blind[at] = row["recall"], not row["reference"]
                 counts[at] = f"{row['recall'] * row['items']:.0f}/{row['items']}"
-        ax.set_facecolor("#e0e0e0")
+        ax.set_facecolor(ABSENT)
         names = {"xticklabels": [f"{n:,}" for n in lengths], "yticklabels": [f"{d:g}" for d in depths]}
         scale = {"vmin": 0, "vmax": 1, "cmap": "RdYlGn", "cbar": False, "linewidths": 1}
         seaborn.heatmap(shares, ax=ax, annot=counts, fmt="", annot_kws={"fontsize": "small"}, **scale, **names)
+        for text in ax.texts:
+            x, y = (int(middle) for middle in text.get_position())
+            if blind[y, x]:
+                ax.add_patch(Rectangle((x, y), 1, 1, facecolor="#d8d8d8", edgecolor="#b0b0b0", hatch="////"))
+                text.set_color("black")
         ax.set(title=policy, xlabel="prompt tokens", ylabel="depth in the prompt" if ax is axes[0] else "")
         ax.tick_params(axis="x", rotation=90)
         ax.tick_params(axis="y", rotation=0)
@@ -182,7 +194,8 @@ def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl:
     """Bytes against mean KL with its interval, and the gates' limits; the line joins what no other policy dominates."""
     if not rows:
         return _empty(path, "no policy has both its bytes and its KL measured")
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    middle = (min(row["bytes_ratio"] for row in rows) + max(row["bytes_ratio"] for row in rows)) / 2
     ax = figure.subplots()
     front = [row for row in rows if row["pareto"]]
     ax.plot(*_columns(front, "bytes_ratio", "kl"), color="#999999", linestyle="--", zorder=1, label="Pareto frontier")
@@ -191,7 +204,11 @@ def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl:
             ax.vlines(row["bytes_ratio"], row["kl_low"], row["kl_high"], color="#777777", linewidth=2, zorder=1)
         name, weight = (f"{row['policy']} (chosen)", "bold") if row["chosen"] else (row["policy"], "normal")
         at = row["bytes_ratio"], row["kl"]
-        ax.annotate(name, at, xytext=(9, 6), textcoords="offset points", fontweight=weight)
+        # above what lies on the right, so that no name leaves the picture
+        aside, to = ((9, 6), "left") if row["bytes_ratio"] <= middle else ((12, 11), "right")
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+        words = ax.annotate(name, at, xytext=aside, textcoords="offset points", ha=to, fontweight=weight, bbox=behind)
+        words.set_zorder(1.5)  # over lines, under points
     for mark, (shape, color) in MARKS.items():
         shown = [row for row in rows if row["mark"] == mark]
         if shown:
@@ -213,7 +230,10 @@ def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl:
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.margins(x=0.14)
     ax.set_ylim(-2e-5, 2 * max(row["kl_high"] or row["kl"] for row in rows) + 1e-4)
-    ax.legend(loc="upper right")
+    lines, names = ax.get_legend_handles_labels()
+    if legend := ax.get_legend():
+        legend.remove()
+    figure.legend(lines, names, loc="outside lower center", ncols=3)
     _save(figure, path)
     return None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvdrift.ledger import CacheShape, byte_break_even
 from kvdrift.policy import CachePolicy, LayerPolicy
+from kvdrift.report.page import NOT_MEASURED, shown
 from kvdrift.report.verdict import NEVER
 
 EXACT = CachePolicy("exact", (LayerPolicy(),))
@@ -141,3 +142,22 @@ def brief(even: int | None) -> str:
     if even is None:
         return "–"
     return {NEVER: "never", 0: "always"}.get(even, f"{even:,}")
+
+
+def unmet(gate: Mapping[str, Any]) -> str:
+    """A gate that was not passed, its figure beside its limit: `bytes ratio 0.973 > 0.6 (ideal codes alone are 0.5)`.
+
+    A figure on the right side of its limit is that of an inconclusive gate, and its limit stands in words.
+    """
+    measured, limit, detail = gate["measured"], gate["limit"], gate["detail"]
+    beyond = {"at most": ">", "at least": "<"}[gate["sense"]]
+    if measured is None:
+        detail = detail.removeprefix(NOT_MEASURED).strip()
+        said = f"{NOT_MEASURED}, {gate['sense']} {shown(limit)} is allowed"
+    elif (measured > limit) if beyond == ">" else (measured < limit):
+        texts = shown(measured), shown(limit)
+        told, bound = texts if texts[0] != texts[1] else (f"{measured:.9g}", f"{limit:.9g}")
+        said = f"{told} {beyond} {bound}"
+    else:
+        said = f"{shown(measured)}, {gate['status']}, {gate['sense']} {shown(limit)} is allowed"
+    return f"{gate['name']} {said}{f' ({detail})' if detail else ''}"

@@ -5,6 +5,7 @@ This file knows nothing of what a page says.
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,11 @@ def flat(value: Any) -> str:
 def render(template: str, **values: Any) -> str:
     """A template of the templates folder, filled; names that it uses and `values` lacks are errors."""
     return environment().get_template(template).render(**values)
+
+
+def embedded(picture: Path) -> str:
+    """A PNG as a data URI, for a page that travels alone."""
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
 def environment() -> Environment:

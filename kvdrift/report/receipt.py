@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kvdrift.ledger import CacheShape, account, bits_per_element
 from kvdrift.policy import CachePolicy, Quantizer
 from kvdrift.report.export import engine_flags
 from kvdrift.report.frontier import BreakEven, Choice, activation
+from kvdrift.report.origin import Hash, revision
 
 REFERENCE = "`sdpa`, as Transformers calls it (torch's scaled_dot_product_attention), over its DynamicCache"
 """What attends on the reference path, and on a layer that packs nothing."""
@@ -37,8 +35,13 @@ class Run:
     changes: Sequence[Mapping[str, Any]]
     floor: Mapping[str, Any] | None
     """The reference against itself in another batch: what KL and agreement amount to noise."""
-    hashes: Mapping[str, str]
+    config: Mapping[str, Any]
+    """What was selected from conf/, as composed."""
+    commit: Mapping[str, Any] | None
+    """Of the code, {commit, dirty}; None outside a git checkout."""
+    hashes: Sequence[Hash]
     figures: Sequence[str]
+    """Files beside the receipt."""
 
 
 def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
@@ -88,7 +91,10 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "fallback": _fallback(run, choice),
         "alarms": _alarms(limits, verdict, run, packing, released),
         "engines": [asdict(flag) for flag in engine_flags(released)],
-        "hashes": dict(run.hashes),
+        "origin": {"model": dict(run.manifest["source"]) | {"revision_is": revision(run.manifest["source"])}}
+        | {"commit": run.commit},
+        "config": dict(run.config),
+        "hashes": [asdict(row) for row in run.hashes],
     }
 
 
@@ -231,13 +237,14 @@ def _alarms(
     gates = {gate["name"]: gate["measured"] for gate in verdict["gates"]} if verdict else {}
     exact = next((verdict for verdict in run.verdicts if verdict["exact"]), None)
     fallback = {gate["name"]: gate["measured"] for gate in exact["gates"]} if exact else {}
+    escalated = packing.get("escalated_blocks")
     rows = [
         ("mean KL of mirrored requests, nats", logits.get("kl"), limits["max_kl"]),
         ("99th percentile of KL, nats", logits.get("kl_p99"), limits["max_kl_p99"]),
         ("upper bound of the drift rate in a critical cohort", _worst_drift(gates), limits["max_drift"]),
         ("saturated share of a layer", gates.get("saturated"), limits["max_saturated"]),
         ("p95 of a decode step over the reference's", gates.get("p95 ratio"), limits["max_p95_ratio"]),
-        ("escalated blocks, of as many requests", packing.get("escalated_blocks"), packing.get("escalated_blocks")),
+        ("blocks that had to stay exact, over as many requests as prompts were evaluated", escalated, escalated),
         ("blocks refused for their header or checksum", None, 0),
         ("packed sequences beyond the certified length", None, 0),
         ("generations of the exact fallback that differ from the reference", fallback.get("changed generations"), 0),
@@ -248,24 +255,3 @@ def _alarms(
 
 def _worst_drift(gates: Mapping[str, float | None]) -> float | None:
     return max((bound for name, bound in gates.items() if name.startswith("drift") and bound is not None), default=None)
-
-
-def values_digest(values: Mapping[str, Any]) -> str:
-    """sha256 over plain values, whatever the order of their keys."""
-    named = json.loads(json.dumps(values))  # YAML's keys may be numbers, which don't sort among names
-    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-
-
-def digest(paths: Iterable[Path]) -> str:
-    """sha256 over the names and contents of files, and of all files in folders but `__pycache__`."""
-    total = hashlib.sha256()
-    for root in sorted(paths):
-        if not root.exists():
-            raise FileNotFoundError(f"{root} is to be hashed for the receipt and isn't there; see conf/frontier.yaml")
-        files = (
-            [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-        )
-        for file in sorted(files, key=lambda path: path.as_posix()):
-            total.update(f"{file.as_posix()}\0".encode())
-            total.update(hashlib.sha256(file.read_bytes()).digest())
-    return total.hexdigest()

@@ -8,14 +8,14 @@ from typing import Any
 
 from kvdrift.report.behaviour import behaviour, losses
 from kvdrift.report.costs import costs
-from kvdrift.report.evidence import ATTENTION
-from kvdrift.report.frontier import brief
+from kvdrift.report.frontier import brief, unmet
 from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown
+from kvdrift.report.provenance import provenance
 
 CAPTIONS = {
-    "heatmap": "Where the error lands: 1 − cosine of keys and values, and KL of the next token, by layer and position",
+    "heatmap": "Where the error lands: 1 − cosine of keys and values, and KL of the next token; grey: not measured",
     "attention": "What each cell does to attention: its keys to the weights, its values and both to the output",
-    "recall": "Needles recalled, by prompt length and depth",
+    "recall": "Needles recalled, by prompt length and depth; grey: none planted, hatched: the reference recalls none",
     "frontier": "Bytes against mean KL of every policy, the chosen one starred",
     "latency": "Decode step over context on both paths, with both break-evens",
 }
@@ -37,6 +37,9 @@ GATES = {
     "changed generations": "generations that differ from the reference's",
     "drill": "share of the drill's checks that passed",
 }
+HEARD = {"jensen_shannon": "weights", "top_overlap": "top positions kept"}
+HEARD |= {"value_output": "output, values alone", "combined_error": "output, both"}
+"""What attention makes of an error, by the same names wherever it stands."""
 LAYERS = {
     "layer": "layer",
     "key_bits": "key bits",
@@ -47,13 +50,22 @@ LAYERS = {
     "key_error": "key error",
     "value_error": "value error",
     "kl": "KL, nats",
-    **{name: name.replace("_", " ") for name in ATTENTION},
+    **HEARD,
     "latency_share": "share of attention time",
 }
+RAILS = (
+    "Each rail is tripped on purpose and passes if it does what it is there for. Damage, another tenant's block and "
+    "another model's header have to be rejected by name. A request that is too long, of another shape, or with values "
+    "that calibration never saw has to go to a policy that can serve it. Outliers may go to any policy of at least 8 "
+    "bits, which is deemed safe for them, so `served by int8` is as good an outcome as `exact`, even where int8 is the "
+    "policy under test. Lack of memory has to end in a shorter prompt, an eviction or a refusal with the figures. "
+    "Limits in this table, such as 1,024 tokens in `too long`, are the drill's own, set before anything is certified; "
+    "the certified length stands under Policy."
+)
 LAYER_MAP = (
     "Cosine, error (relative L2) and KL are those of the layer's worst position bucket; saved bytes are at the target "
-    "workload. What attention makes of it: Jensen–Shannon divergence of its weights, share of its top positions kept, "
-    "relative error of its output with values alone and with both quantized."
+    "workload. What attention makes of it, named as in Slices: Jensen–Shannon divergence of its weights in nats, share "
+    "of its top positions kept, relative L2 error of its output with values alone and with both quantized."
 )
 
 
@@ -82,7 +94,7 @@ def sections(receipt: Mapping[str, Any]) -> list[Section]:
         *_where(receipt, of("heatmap") | of("attention")),
         *_what(receipt),
         *_safety(receipt),
-        *_provenance(receipt),
+        *provenance(receipt),
     ]
 
 
@@ -115,7 +127,7 @@ def _why(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[Se
             *(shown(row["metrics"][name]) for name in ("bits", "bytes", "itl")),
             *(brief(row["break_even"][name]) for name in ("faster", "smaller")),
             *(shown(row["metrics"][name]) for name in ("kl", "kl_p99", "drift", "recall")),
-            "; ".join(f"{gate['name']} ({gate['detail'] or shown(gate['measured'])})" for gate in row["failed"]) or "–",
+            "; ".join(map(unmet, row["failed"])) or "–",
         )
         for row in receipt["candidates"]
     ]
@@ -123,7 +135,8 @@ def _why(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[Se
     head += ["KL", "KL p99", "drift", "recall", "gates not passed"]
     explained = (
         "Bytes and decode step are over the exact cache's at the target workload. `faster from` and `smaller from` are "
-        "lengths in tokens. Drift counts right → wrong in the critical cohorts, greedy."
+        "lengths in tokens, KL is in nats. Drift counts right → wrong in the critical cohorts, greedy. A gate that was "
+        "not passed shows its figure beside its limit."
     )
     return [
         Section("Why", [*lines, f"Target workload: {target}.", _gates(receipt["gates"], confidence)]),
@@ -195,15 +208,16 @@ def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[
 def _slices(receipt: Mapping[str, Any]) -> list[Block]:
     """What the chosen policy does by position, by distance from the current token, and by role."""
     names = {"key_error": "key error", "value_error": "value error", "key_logits": "attention logits"}
-    names |= {"jensen_shannon": "weights", "value_output": "output, values alone", "combined_error": "output, both"}
+    names |= {name: text for name, text in HEARD.items() if name != "top_overlap"}
     rows = [(row["slice"], blank(row["at"]), *(blank(row[name]) for name in names)) for row in receipt["slices"]]
     explained = (
         "One slice of the packed tokens quantized, all others exact; means over layers and prompts. Positions and "
         "distances from the current token are the first token of an octave. Errors are relative L2, attention logits "
-        "root mean square change, weights Jensen–Shannon divergence in nats."
+        "root mean square change, weights Jensen–Shannon divergence in nats. Perplexity, Δ is the candidate's less "
+        "the reference's."
     )
     told = ("first", "tokens", "kl", "kl_high", "kl_p99", "kl_max", "same_top1", "perplexity_change")
-    head = ("from position", "scored tokens", "KL", "its 95 % high", "p99", "max", "same top-1", "perplexity change")
+    head = ("from position", "scored tokens", "KL", "its 95 % high", "p99", "max", "same top-1", "perplexity, Δ")
     scored = Table(head, [tuple(blank(row[name]) for name in told) for row in receipt["logits_by_position"]])
     if not rows:
         return ["Nothing is packed."]
@@ -227,7 +241,8 @@ def _safety(receipt: Mapping[str, Any]) -> list[Section]:
         (row["name"].replace("_", " "), shown(row["passed"]), row.get("detail", ""))
         for row in receipt["fallback"]["checks"]
     ]
-    proof: list[Block] = [Table(("drill", "passed", "what it showed"), checks) if checks else f"Drill: {NOT_MEASURED}."]
+    proof: list[Block] = [RAILS]
+    proof.append(Table(("drill", "passed", "what it showed"), checks) if checks else f"Drill: {NOT_MEASURED}.")
     proof.append("The exact policy through the same runtime:")
     exact = receipt["fallback"]["exact"]
     proof.append(_gates(exact, receipt["limits"]["confidence"]) if exact else f"{NOT_MEASURED}.")
@@ -237,23 +252,4 @@ def _safety(receipt: Mapping[str, Any]) -> list[Section]:
         Section("Fallback proof", proof),
         Section("Rollout alarms", [Table(("signal", "in this evaluation", "alarm above"), alarms)]),
         Section("Engine flags", [Table(("engine", "nearest setting", "nearness", "note"), engines)]),
-    ]
-
-
-def _provenance(receipt: Mapping[str, Any]) -> list[Section]:
-    seen = receipt["calibration"]
-    calibration = (
-        f"{seen['prompts']:,} prompts, {seen['tokens']:,} tokens, of {shown(seen['cohorts'])}" if seen else None
-    )
-    facts = [("calibration", shown(calibration))]
-    facts += [
-        (name.replace("_", " "), flat(value))
-        for name, value in sorted((receipt["device"] or {}).items())
-        if value is not None
-    ]
-    facts += [(name, shown(value)) for name, value in sorted((receipt["software"] or {}).items())]
-    hashes = sorted(receipt["hashes"].items())
-    return [
-        Section("Kernels, device and calibration", [Table(("fact", "value"), facts)]),
-        Section("Hashes (sha256)", [Table(("of", "hash"), hashes)]),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvdrift.report.frontier import brief
+from kvdrift.report.frontier import brief, unmet
 from kvdrift.report.page import blank
 
 WIDTH = 160
@@ -21,8 +21,8 @@ faster, smaller  from so many tokens on; drift: right answers turned wrong in cr
 
 
 def table(policies: Sequence[Mapping[str, Any]]) -> str:
-    """A row a policy, at most WIDTH characters wide, the gates that it did not pass last; those that don't fit there
-    are counted, and follow below the table with the others of their policy."""
+    """A row a policy, at most WIDTH characters wide, the gates that it did not pass last, as many as fit; below the
+    table all of them, each with its figure and its limit."""
     rows = [list(HEAD)]
     for row in policies:
         texts = {name: brief(even) for name, even in row["break_even"].items()}
@@ -34,11 +34,9 @@ def table(policies: Sequence[Mapping[str, Any]]) -> str:
     ]
     found, below = [f"{head}  gates not passed"], []
     for line, row in zip(lines, policies, strict=True):
-        names = [gate["name"] for gate in row["failed"]]
-        kept = _fitting(names, WIDTH - len(line) - 2)
-        found.append(f"{line}  {kept}")
-        if kept != ", ".join(names) and names:
-            text = f"{row['policy']} did not pass: {', '.join(names)}"
+        found.append(f"{line}  {_fitting([gate['name'] for gate in row['failed']], WIDTH - len(line) - 2)}")
+        if row["failed"]:
+            text = f"{row['policy']} did not pass: {'; '.join(map(unmet, row['failed']))}"
             below += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join([*found, *([""] if below else []), *below]).replace("–", "-")
 

@@ -1,5 +1,6 @@
 """A small made-up run: what the stages before the verdict would leave behind, by polars and plain numbers."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -294,6 +295,9 @@ def made_up(tmp_path: Path) -> Run:
     files_at = {name: tmp_path / "data" / file for name, file in files.items()}
     found = Run(tmp_path, Sources(**files_at, **folders))
     manifest = {"shape": asdict(SHAPE), "dtype": "bfloat16", "positions": 8192, "source": {"id": "somewhere/tiny.gguf"}}
+    weights = found.path("model", "model.safetensors")
+    weights.write_bytes(b"weights")
+    manifest |= {"weights": {weights.name: {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}}}
     manifest |= {"architecture": "Llama", "rope": {"rope_theta": 1e4}, "layer_types": ["full_attention"] * 3}
     found.write("model", "manifest", manifest | {"unsupported": []})
     found.write("preflight", "device", {"device": "cpu", "gpu": None, "cpu": "a CPU", "backend": "native"})

@@ -36,6 +36,15 @@ def test_whole_head_formats_have_a_near_vllm_flag(format: str, bits: int, flag: 
     assert flags(CachePolicy("p", (LayerPolicy(quantizer, quantizer),)))["vLLM"] == (f"--kv-cache-dtype {flag}", "near")
 
 
+@pytest.mark.parametrize(("bits", "own", "other"), [(8, "q8_0", "q4_1"), (4, "q4_1", "q8_0")])
+def test_a_llama_cpp_note_is_on_the_type_that_it_names(bits: int, own: str, other: str) -> None:
+    quantizer = Quantizer(bits=bits)
+    found = next(f for f in engine_flags(CachePolicy("p", (LayerPolicy(quantizer, quantizer),))) if "llama" in f.engine)
+    assert own in found.flag
+    assert own in found.note
+    assert other not in found.note
+
+
 def test_a_mixed_policy_has_no_equivalent() -> None:
     layers = (kivi("a", 2).layers[0], kivi("b", 8).layers[0])
     assert {nearness for _, nearness in flags(CachePolicy("auto", layers)).values()} == {"no equivalent"}

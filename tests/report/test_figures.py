@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from dvc_render import VegaRenderer
 from made_up import LIMITS, Run
+from matplotlib.figure import Figure
 
+from kvdrift.report import figures
 from kvdrift.report.figures import (
     FLOOR,
     PANELS,
@@ -93,6 +95,55 @@ def test_pictures_take_their_rows_and_the_gates_limits(rows: dict[str, list[dict
     assert all(drawn.values())
     assert drawn["plain"] != drawn["heatmap"]
     assert drawn["unlimited"] != drawn["frontier"]
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from here on, kept instead."""
+    kept: list[Figure] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: kept.append(figure))
+    return kept
+
+
+def test_names_on_the_frontier_stay_in_the_picture_and_the_legend_hides_no_point(
+    rows: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = drawn(monkeypatch)
+    points = [row | {"policy": f"a_rather_long_{row['policy']}"} for row in rows["frontier"]]
+    draw_frontier(points, Path("frontier.png"), 0.6, 0.02)
+    (figure,) = kept
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    inside = ax.get_window_extent()
+    assert len(ax.texts) == 3
+    for text in ax.texts:
+        box = text.get_window_extent()
+        assert inside.x0 <= box.x0 < box.x1 <= inside.x1
+        assert inside.y0 <= box.y0 < box.y1 <= inside.y1
+    (legend,) = figure.legends
+    assert ax.get_legend() is None
+    assert legend.get_window_extent().y1 <= inside.y0
+
+
+def test_a_needle_that_the_reference_misses_is_hatched(
+    rows: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = drawn(monkeypatch)
+    first = rows["recall"][0]
+    for row in rows["recall"]:
+        if (row["length"], row["depth"]) == (first["length"], first["depth"]):
+            row["reference"] = 0
+    draw_recall(rows["recall"], Path("recall.png"))
+    hatched = [[patch.get_hatch() for patch in ax.patches] for ax in kept[0].axes[:3]]
+    assert hatched == [["////"]] * 3
+
+
+def test_grey_is_explained_where_something_was_not_measured(
+    rows: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = drawn(monkeypatch)
+    draw_heatmap(rows["heatmap"], Path("heatmap.png"), {})
+    draw_heatmap(rows["heatmap"][1:], Path("heatmap.png"), {})
+    assert ["grey: not measured" in figure.get_suptitle() for figure in kept] == [False, True]
 
 
 @pytest.mark.parametrize("name", AXES)

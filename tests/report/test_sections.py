@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvdrift.report.behaviour import losses, recall_rule
+from kvdrift.report.behaviour import behaviour, losses, recall_rule
 from kvdrift.report.changed import change_counts
 from kvdrift.report.costs import attention_gain, costs
+from kvdrift.report.frontier import unmet
 from kvdrift.report.page import Table, environment, shown
 from kvdrift.report.receipt import worst_cells
 from kvdrift.report.show import WIDTH, table
@@ -144,13 +145,16 @@ def test_the_machine_of_a_timing_is_told() -> None:
         "decision": {"policy": "int8", "packs": False, "break_even": {"faster": None, "smaller": None}},
     }
     text = " ".join(block for block in costs(receipt, {})[1].blocks if isinstance(block, str))
-    assert "Taken with 2 threads on 4 processors, native kernels" in text
+    assert "Taken with 2 threads on 4 processors that the process may use, native kernels" in text
     assert "unavailable before, 2,600 after" in text
+    receipt["latency"] = {"machine": found | {"processors": 1}}
+    text = " ".join(block for block in costs(receipt, {})[1].blocks if isinstance(block, str))
+    assert "2 threads on 1 processor that" in text
 
 
 def row(policy: str, failed: list[str]) -> dict[str, Any]:
     metrics = dict.fromkeys(("bits", "bytes", "itl", "kl", "kl_p99", "recall"), 0.123456) | {"drift": 3}
-    gates = [{"name": name, "detail": "", "measured": 1.0} for name in failed]
+    gates = [{"name": name, "detail": "", "measured": 1.0, "limit": 0.5, "sense": "at most"} for name in failed]
     shared = {"policy": policy, "decision": "reject", "chosen": False, "metrics": metrics, "failed": gates}
     return shared | {"break_even": {"faster": 76, "smaller": -1}}
 
@@ -164,9 +168,54 @@ def test_the_decision_table_cuts_no_gate_name() -> None:
     assert lines[2].endswith("never  0.123   0.123      3   0.123  cell cos, cell kl")
     assert lines[3].endswith(" more")
     assert lines[4] == ""
-    assert " ".join(" ".join(lines[5:]).split()) == f"many did not pass: {', '.join(gates)}"
+    assert " ".join(" ".join(lines[5:]).split()) == (
+        "one did not pass: cell cos 1 > 0.5; cell kl 1 > 0.5 "
+        f"many did not pass: {'; '.join(f'{name} 1 > 0.5' for name in gates)}"
+    )
 
 
 def test_a_gate_whose_name_does_not_fit_is_counted() -> None:
     lines = table([row("one", ["x" * 200])]).splitlines()
     assert lines[1].endswith("  1 gates")
+
+
+@pytest.mark.parametrize(
+    ("measured", "sense", "limit", "status", "detail", "text"),
+    [
+        (0.973, "at most", 0.6, "fail", "ideal codes alone are 0.5", "0.973 > 0.6 (ideal codes alone are 0.5)"),
+        (0.8, "at least", 0.9, "fail", "", "0.8 < 0.9"),
+        (0.60004, "at most", 0.6, "fail", "", "0.60004 > 0.6"),
+        (
+            None,
+            "at most",
+            0.05,
+            "fail",
+            "not measured in layer 0",
+            "not measured, at most 0.05 is allowed (in layer 0)",
+        ),
+        (None, "at least", 1.0, "fail", "not measured", "not measured, at least 1 is allowed"),
+        (1.0, "at least", 0.9, "inconclusive", "blind", "1, inconclusive, at least 0.9 is allowed (blind)"),
+    ],
+)
+def test_a_gate_that_was_not_passed_shows_its_figure_and_its_limit(
+    measured: float | None, sense: str, limit: float, status: str, detail: str, text: str
+) -> None:
+    gate = {"name": "g", "measured": measured, "sense": sense, "limit": limit, "status": status, "detail": detail}
+    assert unmet(gate) == f"g {text}"
+
+
+def test_what_the_reference_does_not_recall_is_no_loss() -> None:
+    cells = [{"length": 512, "depth": 0.5, "items": 1, "reference": n, "candidate": 0, "kept": 0} for n in (0, 1)]
+    receipt = {
+        "recall": cells,
+        "limits": {"min_recall": 0.9, "confidence": 0.95, "max_drift": 0.1},
+        "decision": {"policy": "p"},
+        "cohorts": [],
+        "logits": None,
+        "noise_floor": None,
+        "cohorts_by_policy": {},
+        "changes": [],
+    }
+    grid = next(section for section in behaviour(receipt, {}) if section.title == "Needle recall").blocks[1]
+    assert isinstance(grid, Table)
+    assert [row[-1] for row in grid.rows] == ["–", "0"]

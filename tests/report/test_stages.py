@@ -107,10 +107,38 @@ def test_every_threshold_stands_beside_its_figure(finished: Run) -> None:
     receipt = read(finished, "data/release/receipt.json")
     assert {"name", "measured", "limit", "sense", "status", "passed", "detail"} == set(receipt["gates"][0])
     assert len(receipt["gates"]) == 17
-    assert set(receipt["hashes"]) == {"weights", "prompts", "reference", "config", "code", "kernels"}
+    hashed = {"manifest", "prompts", "reference", "config", "code", "kernels", "policy"}
+    assert {row["of"] for row in receipt["hashes"]} == {"weights: model.safetensors", *hashed}
     target = next(row for row in receipt["memory"] if row["target"])
     assert (target["tokens"], target["held"]) == (4160, None)
     assert target["ideal"] < target["format"] < target["reference"]
+
+
+def test_every_hash_is_shown_again_by_its_command(finished: Run) -> None:
+    for row in read(finished, "data/release/receipt.json")["hashes"]:
+        command = row["again"].split("`")[1]
+        where = finished.root / row["again"].split("`")[0].removeprefix("in ").rstrip(" :")
+        done = subprocess.run(["bash", "-c", command], cwd=where, capture_output=True, text=True, check=True)
+        assert done.stdout.split()[0] == row["sha256"], row
+
+
+def test_model_and_code_are_told(finished: Run) -> None:
+    receipt = read(finished, "data/release/receipt.json")
+    assert receipt["origin"]["commit"] is None  # the made-up run lies outside any checkout
+    text = (finished.root / "data/release/receipt.md").read_text()
+    assert "| model revision | none: local |" in text
+    assert "| git commit of the code | none: not a git checkout |" in text
+    assert f"with the id {receipt['policy']['id']}" in text
+
+
+def test_the_release_folder_can_be_sent_elsewhere(finished: Run) -> None:
+    release = finished.root / "data/release"
+    for name in PLOTS:
+        assert f"]({name}.png)" in (release / "receipt.md").read_text()
+        assert (release / f"{name}.png").read_bytes() == (finished.root / f"plots/{name}.png").read_bytes()
+    page = (release / "receipt.html").read_text()
+    assert page.count('<img src="data:image/png;base64,') == len(PLOTS)
+    assert ".png" not in page.replace("image/png", "").split("<h2")[1]
 
 
 def test_changed_examples_are_kept_whole_and_shown_escaped(finished: Run) -> None:
