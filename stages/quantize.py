@@ -55,14 +55,14 @@ def main(config: QuantizeConfig) -> None:
                 prompt, k, v = batch.prompts[row], keys[row], values[row]
                 decoded = through_pages(k, v, policy, layout)
                 escalated += decoded.escalated
-                errors.append(error_rows(prompt, layer, k, v, decoded, ranges))
+                errors += error_rows(prompt, layer, k, v, decoded, ranges)
                 if queries is not None:
-                    attention.append(attention_rows(prompt, layer, queries[row], k, v, decoded))
+                    attention += attention_rows(prompt, layer, queries[row], k, v, decoded)
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)
-    for frames, schema, suffix in ((errors, ERRORS, ""), (attention, ATTENTION, "_attention")):
-        frame = pl.concat(frames or [pl.DataFrame(schema=schema)])
+    for rows, schema, suffix in ((errors, ERRORS, ""), (attention, ATTENTION, "_attention")):
+        frame = pl.DataFrame(rows, schema=schema)
         frame.write_parquet(config.out / f"{config.plan}{suffix}.parquet", metadata={"policy": policy.id})
     content = {
         "policy": policy.id,

@@ -49,11 +49,12 @@ class Replay:
         q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2) * scaling
         self.scored = queries.shape[1]
         logits = q @ keys.float().transpose(1, 2)
-        self._moved = q @ (decoded.keys - keys[:, span].float()).transpose(1, 2)
+        moved = q @ (decoded.keys - keys[:, span].float()).transpose(1, 2)
+        self._moved_squared = moved.square()
         self._weights = logits.softmax(-1)
         self._before = self._weights[..., span]
         log_weights = logits[..., span] - logits.logsumexp(-1, keepdim=True)
-        self._after = (log_weights + self._moved).clamp_max(LARGEST).exp()
+        self._after = (log_weights + moved).clamp_max(LARGEST).exp()
         """The candidate's weights on the reference's scale: they need not sum to one."""
         self._output = self._weights @ values.float()
         self._values, self._new_values = values[:, span].float(), decoded.values
@@ -61,15 +62,17 @@ class Replay:
 
     def error(self, inside: Bool[Tensor, "C tokens"]) -> AttentionError:
         """Quantize only what `inside` marks, for each query its own tokens of the packed span; at least one."""
-        columns = inside.any(0)
+        marked = inside.any(0).nonzero()
+        columns = slice(int(marked[0]), int(marked[-1]) + 1)  # a view; what lies between and isn't marked counts zero
         rows = inside[:, columns].repeat(self._before.shape[1] // self.scored, 1)
-        p, u = (x[..., columns] * rows for x in (self._before, self._after))
+        moved, p, u = (x[..., columns] for x in (self._moved_squared, self._before, self._after))
+        if not bool(rows.all()):
+            moved, p, u = moved * rows, p * rows, u * rows
         values, new_values = self._values[:, columns], self._new_values[:, columns]
         kept = 1 - p.sum(-1, keepdim=True)
         share = 1 / (kept.clamp_min(0) + u.sum(-1, keepdim=True))  # what every weight shrinks by in the softmax
         exact, replayed = p @ values, p @ new_values
         combined = (self._output - exact + u @ new_values) * share
-        moved = self._moved[..., columns].square() * rows
         return AttentionError(
             key_logits=(moved.sum() / (rows.sum() * moved.shape[0])).sqrt().item(),
             jensen_shannon=_jensen_shannon(p, u * share, kept.clamp_min(0), share).mean().item(),

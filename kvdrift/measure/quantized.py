@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.measure.attention import Replay
 from kvdrift.measure.pages import Decoded
-from kvdrift.measure.tensors import bucket_of, bucket_ranges, errors
+from kvdrift.measure.tensors import bucket_ranges, bucket_starts, errors
 from kvdrift.prompts.prompt import Prompt
 
 ERRORS = pl.Schema(
@@ -49,64 +53,93 @@ ATTENTION = pl.Schema(
 """A row a slice: `layer` (all that is packed), a `position` or `distance` bucket, or a `role`. `bucket` is the first
 position, or the least distance from the current token. A bucket with nothing packed has null figures."""
 
-QUERIES = 8
+QUERIES = 4
 """The most scored positions of a prompt whose queries are replayed, evenly spread."""
 
 
 def error_rows(
     prompt: Prompt, layer: int, keys: Tensor, values: Tensor, decoded: Decoded, ranges: dict[str, Tensor]
-) -> pl.DataFrame:
+) -> list[dict[str, Any]]:
     """Rows of ERRORS. `saturated` is the share of elements outside the calibrated range of their channel."""
-    span, frames = decoded.span, []
+    span, rows = decoded.span, []
     if not span:
-        return pl.DataFrame(schema=ERRORS)
-    buckets = np.array([bucket_of(position) for position in span])
-    roles = list(prompt.roles[span.start : span.stop])
+        return []
+    groups = _groups(prompt, span)
     for tensor, exact, new in (("keys", keys, decoded.keys), ("values", values, decoded.values)):
         exact = exact[:, span.start : span.stop]
         error = errors(exact, new)
         low, high = (ranges[f"{tensor}_{side}"][layer][:, None] for side in ("low", "high"))
         outside = ((exact < low) | (exact > high)).float().mean(-1)
-        columns = {
-            "cosine": error.cosine.mean(0),
-            "cosine_min": error.cosine.amin(0),
-            "rel_l2": error.relative_l2.mean(0),
-        }
-        columns |= {"max_abs": error.max_abs.amax(0), "saturated": outside.mean(0)}
-        frame = pl.DataFrame(
-            {"bucket": buckets, "role": roles} | {k: v.double().cpu().numpy() for k, v in columns.items()}
-        )
-        mean, least = pl.col("cosine", "rel_l2", "saturated").mean(), pl.col("cosine_min").min()
-        frame = frame.group_by("bucket", "role", maintain_order=True).agg(
-            pl.len().cast(pl.Int64).alias("tokens"), mean, least, pl.col("max_abs").max()
-        )
-        frames.append(frame.with_columns(tensor=pl.lit(tensor.removesuffix("s"))))
-    named = {"prompt": prompt.id, "cohort": prompt.cohort, "length": len(prompt.tokens), "layer": layer}
-    rows = pl.concat(frames).with_columns(
-        **{k: pl.lit(v, pl.Int64 if isinstance(v, int) else pl.String) for k, v in named.items()}
-    )
-    return rows.select(list(ERRORS))
+        means = groups.reduce(np.add, error.cosine.mean(0), error.relative_l2.mean(0), outside.mean(0)) / groups.tokens
+        (least,) = groups.reduce(np.minimum, error.cosine.amin(0))
+        (largest,) = groups.reduce(np.maximum, error.max_abs.amax(0))
+        columns = {"bucket": groups.buckets, "role": groups.roles, "tokens": groups.tokens.tolist()}
+        columns |= dict(zip(("cosine", "rel_l2", "saturated"), means.tolist(), strict=True))
+        columns |= {"cosine_min": least.tolist(), "max_abs": largest.tolist()}
+        named = {"prompt": prompt.id, "cohort": prompt.cohort, "length": len(prompt.tokens), "layer": layer}
+        named |= {"tensor": tensor.removesuffix("s")}
+        rows += [named | dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return rows
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The tokens of a packed span by bucket and role."""
+
+    buckets: list[int]
+    roles: list[str]
+    tokens: np.ndarray
+    """How many each group has."""
+    order: np.ndarray
+    """The tokens, group by group."""
+    edges: np.ndarray
+    """Where each group begins in that order."""
+
+    def reduce(self, by: np.ufunc, *figures: Float[Tensor, "tokens"]) -> np.ndarray:
+        """Every figure over every group, [figures, groups], in float64."""
+        values = torch.stack(figures).double().cpu().numpy()
+        return by.reduceat(values[:, self.order], self.edges, axis=1)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(prompt: Prompt, span: range) -> _Groups:
+    starts = np.array(bucket_starts(span.stop))
+    roles, role = np.unique(prompt.roles[span.start : span.stop], return_inverse=True)
+    bucket = np.searchsorted(starts, span, side="right") - 1
+    codes, group, tokens = np.unique(bucket * len(roles) + role, return_inverse=True, return_counts=True)
+    edges = np.concatenate([[0], np.cumsum(tokens)[:-1]])
+    named = starts[codes // len(roles)].tolist(), roles[codes % len(roles)].tolist()
+    return _Groups(*named, tokens, np.argsort(group, kind="stable"), edges)
 
 
 def attention_rows(
     prompt: Prompt, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decoded: Decoded
-) -> pl.DataFrame:
+) -> list[dict[str, Any]]:
     """Rows of ATTENTION, by QUERIES of the scored positions, none when nothing is packed."""
     scored = prompt.scored - 1
     if not decoded.span or scored < 1:
-        return pl.DataFrame(schema=ATTENTION)
+        return []
     picked = range(0, scored, -(-scored // QUERIES))
     replay = Replay(queries[:, list(picked)], keys, values, decoded, keys.shape[-1] ** -0.5)
-    rows = []
-    for kind, bucket, role, inside in _slices(prompt, picked, decoded.span):
-        row = {"slice": kind, "bucket": bucket, "role": role}
-        rows.append(row | (vars(replay.error(inside)) if bool(inside.any()) else {}))
-    rows[0]["top_overlap"] = replay.top_overlap()
     named = {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer}
-    return pl.DataFrame([named | row for row in rows], schema=ATTENTION)
+    rows, whole = [], dict[str, float]()
+    for kind, bucket, role, inside in _slices(prompt, picked, decoded.span):
+        if kind == "layer" or not bool(inside.all()):
+            figures = vars(replay.error(inside)) if bool(inside.any()) else {}
+        else:
+            figures = whole
+        whole = whole or figures
+        rows.append(named | {"slice": kind, "bucket": bucket, "role": role} | figures)
+    rows[0]["top_overlap"] = replay.top_overlap()
+    return rows
 
 
-def _slices(prompt: Prompt, scored: range, span: range) -> Iterator[tuple[str, int | None, str | None, Tensor]]:
+@functools.lru_cache(maxsize=256)
+def _slices(prompt: Prompt, scored: range, span: range) -> tuple[tuple[str, int | None, str | None, Tensor], ...]:
+    return tuple(_marked(prompt, scored, span))
+
+
+def _marked(prompt: Prompt, scored: range, span: range) -> Iterator[tuple[str, int | None, str | None, Tensor]]:
     """Kind, bucket, role, and which of the packed tokens each query counts in, [scored, tokens]; the layer first.
 
     Queries stand at the `scored` tokens behind the prefix.

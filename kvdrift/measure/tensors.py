@@ -39,11 +39,6 @@ def bucket_ranges(length: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], length], strict=True)]
 
 
-def bucket_of(position: int) -> int:
-    """The bucket that holds a position, by its first token."""
-    return [start for start in bucket_starts(position + 1) if start <= position][-1]
-
-
 def errors(exact: Float[Tensor, "kv_heads tokens d"], decoded: Float[Tensor, "kv_heads tokens d"]) -> TensorError:
     """Cosine similarity, relative L2 and largest absolute error of decoded vectors against exact ones, in float32."""
     x, y = exact.float(), decoded.float()

