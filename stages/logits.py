@@ -23,7 +23,7 @@ class LogitsConfig:
     out: Path
 
     def __post_init__(self) -> None:
-        require(self, filled=("probes",), probe_steps=(16, 1024, 16))
+        require(self, filled=("probes",), probe_steps=(8, 1024, 8))
 
 
 @stage("logits")

@@ -110,7 +110,7 @@ def layer_cells(
 ) -> list[Figures]:
     """Every cell of one layer, by variant, on the first `steps` scored tokens of one prompt.
 
-    `steps` is a multiple of the chunk, or all that the prompt scores. The model uses the kvdrift attention function.
+    The model uses the kvdrift attention function.
     """
     decoder, device = model.get_decoder(), model.device
     batches = [Variant(variants[0].policy, (range(0),)), *variants]
