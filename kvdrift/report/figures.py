@@ -122,7 +122,7 @@ def draw_heatmap(
     figure = Figure(figsize=(1.8 + 1.7 * len(policies), 1.6 + 3 * max(1.7, layers / 11)), layout="constrained")
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     whole = len(panels) * len(policies) * layers * len(buckets) == len(rows)
-    figure.suptitle(title if whole else f"{title}\ngrey: not measured")
+    figure.suptitle(title if whole else f"{title}\ngrey: not measured or not packed")
     grid = figure.subplots(len(panels), len(policies), squeeze=False, sharex=True, sharey=True)
     for panel, axes in zip(panels, grid, strict=True):
         values = [row["value"] for row in rows if row["panel"] == panel]
@@ -147,7 +147,8 @@ def draw_heatmap(
                 ax.set_title(name, fontweight=weight)
             if panel == panels[-1]:
                 ax.set_xlabel("token positions")
-        bar = figure.colorbar(axes[-1].collections[0], ax=list(axes), label=panel, pad=0.01)
+        bar = figure.colorbar(axes[-1].collections[0], ax=list(axes), pad=0.01)
+        bar.set_label(panel, fontsize="small")  # beside a model of few layers there is little room
         if low < limit < top:
             bar.ax.axhline(limit, color="#35b0ff", linewidth=2)
             bar.ax.set_title(f"limit {limit:g}", fontsize="small", color="#1170aa")
