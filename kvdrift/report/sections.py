@@ -13,7 +13,7 @@ from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, bl
 from kvdrift.report.provenance import provenance
 
 CAPTIONS = {
-    "heatmap": "Where the error lands: 1 − cosine of keys and values, KL of the next token; grey: unmeasured or unpacked",
+    "heatmap": "Where the error lands: 1 − cosine of keys and values, KL of the next token; grey: unmeasured, or exact",
     "attention": "What each cell does to attention: its keys to the weights, its values and both to the output",
     "recall": "Needles recalled, by prompt length and depth; grey: none planted, hatched: the reference recalls none",
     "frontier": "Bytes against mean KL of every policy, the chosen one starred",
