@@ -99,8 +99,8 @@ def interaction(evidence: Evidence) -> list[dict[str, Any]]:
     if cells is None or logits is None:
         return []
     predicted = cells.drop_nulls("kl").group_by("prompt", maintain_order=True).agg(predicted=pl.col("kl").sum())
-    measured = logits.group_by("prompt").agg(measured=pl.col("kl").cast(pl.Float64).mean())
-    return predicted.join(measured, on="prompt", how="inner").to_dicts()
+    measured = logits.group_by("prompt", maintain_order=True).agg(measured=pl.col("kl").cast(pl.Float64).mean())
+    return predicted.join(measured, on="prompt", how="inner", maintain_order="left").to_dicts()
 
 
 def finite(value: Any) -> Any:
@@ -117,12 +117,16 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
     """
     apart: dict[tuple[int, int], dict[str, Any]] = {}
     if evidence.attention is not None:
-        means = evidence.attention.filter(slice="position").group_by("layer", "bucket").agg(pl.col(APART).mean())
+        means = (
+            evidence.attention.filter(slice="position")
+            .group_by("layer", "bucket", maintain_order=True)
+            .agg(pl.col(APART).mean())
+        )
         apart = {(row.pop("layer"), row.pop("bucket")): row for row in means.to_dicts()}
     nothing = dict.fromkeys(APART)
     cosines: dict[tuple[int, int, str], float | None] = {}
     if evidence.errors is not None:
-        found = evidence.errors.group_by("layer", "bucket", "tensor").agg(_by_tokens("cosine"))
+        found = evidence.errors.group_by("layer", "bucket", "tensor", maintain_order=True).agg(_by_tokens("cosine"))
         cosines = {(row["layer"], row["bucket"], row["tensor"]): finite(row["cosine"]) for row in found.to_dicts()}
     kls: dict[tuple[int, int], tuple[float | None, str]] = {}
     if evidence.cells is not None:
@@ -151,12 +155,16 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
     """
     errors: dict[tuple[int, str], float | None] = {}
     if evidence.errors is not None and not evidence.errors.is_empty():
-        by_bucket = evidence.errors.group_by("layer", "tensor", "bucket").agg(_by_tokens("rel_l2"))
-        found = by_bucket.group_by("layer", "tensor").agg(pl.col("rel_l2").sort().last())
+        by_bucket = evidence.errors.group_by("layer", "tensor", "bucket", maintain_order=True).agg(_by_tokens("rel_l2"))
+        found = by_bucket.group_by("layer", "tensor", maintain_order=True).agg(pl.col("rel_l2").sort().last())
         errors = {(row["layer"], row["tensor"]): finite(row["rel_l2"]) for row in found.to_dicts()}
     attention: dict[int, dict[str, Any]] = {}
     if evidence.attention is not None:
-        means = evidence.attention.filter(slice="layer").group_by("layer").agg(pl.col(ATTENTION).mean())
+        means = (
+            evidence.attention.filter(slice="layer")
+            .group_by("layer", maintain_order=True)
+            .agg(pl.col(ATTENTION).mean())
+        )
         attention = {row.pop("layer"): row for row in means.to_dicts()}
     times = (evidence.latency or {}).get("attention_ms")
     single, exact_bits = replace(evidence.shape, layers=1), 8 * evidence.shape.dtype_bytes
@@ -181,7 +189,7 @@ def saturation(errors: pl.DataFrame | None) -> tuple[float | None, str]:
     """The largest share of saturated elements of any layer's keys or values, and where that is."""
     if errors is None or errors.is_empty():
         return None, ""
-    shares = errors.group_by("layer", "tensor").agg(_by_tokens("saturated"))
+    shares = errors.group_by("layer", "tensor", maintain_order=True).agg(_by_tokens("saturated"))
     worst = shares.sort("saturated", "layer", "tensor", descending=[True, False, False]).row(0, named=True)
     return finite(worst["saturated"]), f"{worst['tensor']}s of layer {worst['layer']}"
 
@@ -257,5 +265,7 @@ def recall_grid(generations: pl.DataFrame | None, cohort: str) -> list[dict[str,
         "candidate": pl.col("correct").sum(),
         "kept": (pl.col("correct_reference") & pl.col("correct")).sum(),
     }
-    grid = rows.group_by("length", "depth").agg(count.cast(pl.Int64).alias(name) for name, count in counted.items())
+    grid = rows.group_by("length", "depth", maintain_order=True).agg(
+        count.cast(pl.Int64).alias(name) for name, count in counted.items()
+    )
     return grid.sort("length", "depth").to_dicts()

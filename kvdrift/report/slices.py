@@ -26,11 +26,11 @@ def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> l
     for kind, column in (("position", "bucket"), ("distance", "bucket"), ("role", "role")):
         if attention is not None:
             rows = attention.filter(slice=kind).drop_nulls("key_logits")
-            for row in rows.group_by(column).agg(pl.col(FIGURES).mean()).to_dicts():
+            for row in rows.group_by(column, maintain_order=True).agg(pl.col(FIGURES).mean()).to_dicts():
                 found[kind, row.pop(column)] = row
         if errors is not None and kind != "distance":
             share = (pl.col("rel_l2") * pl.col("tokens")).sum() / pl.col("tokens").sum()
-            for row in errors.group_by(column, "tensor").agg(error=share).to_dicts():
+            for row in errors.group_by(column, "tensor", maintain_order=True).agg(error=share).to_dicts():
                 found.setdefault((kind, row[column]), {})[f"{row['tensor']}_error"] = row["error"]
     nothing = dict.fromkeys(("key_error", "value_error", *FIGURES))
     order = {"position": 0, "distance": 1, "role": 2}
@@ -66,6 +66,6 @@ def step_rows(generations: pl.DataFrame | None) -> list[dict[str, Any]]:
     steps = steps.drop_nulls("step_kl")
     doubled = 2 ** pl.col("step").cast(pl.Float64).log(2).floor()
     octave = pl.when(pl.col("step") < FIRST_STEPS).then(0.0).otherwise(doubled).cast(pl.Int64)
-    rows = steps.with_columns(first=octave).group_by("first")
+    rows = steps.with_columns(first=octave).group_by("first", maintain_order=True)
     kl = {"tokens": pl.len().cast(pl.Int64), "prompts": pl.col("prompt").n_unique().cast(pl.Int64)}
     return rows.agg(**kl, kl=pl.col("step_kl").mean()).sort("first").to_dicts()
