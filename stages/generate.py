@@ -52,11 +52,11 @@ def main(config: GenerateConfig) -> None:
 
     config.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    tasks = [(batch, mode) for batch in batches if batch.prompts[0].task for mode in config.modes]
-    longest = max(batch.prompts[0].max_new_tokens for batch, _ in tasks)  # where errors have the most steps to add up
-    for batch, mode in tqdm(tasks, desc=f"generate {config.plan}", unit="batch"):
+    asked = [batch for batch in batches if batch.prompts[0].task]
+    tasks = [(batch, mode, rows_of(mode, len(batch.prompts))) for batch in asked for mode in config.modes]
+    longest = max(batch.prompts[0].max_new_tokens for batch in asked)  # where errors have the most steps to add up
+    for batch, mode, picked in tqdm([t for t in tasks if t[-1]], desc=f"generate {config.plan}", unit="batch"):
         cache = PackedCache(policy, model.config, dtype=model.dtype)
-        picked = rows_of(mode, len(batch.prompts))
         batch.fill(cache, model.device, tokens=batch.length - 1, rows=picked)
         new, prefix = batch.prompts[0].max_new_tokens, batch.prefix[picked].to(model.device)
         out = replay.generate(model, cache, prefix, new, mode, config.profile.seed, stop)

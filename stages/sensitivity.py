@@ -24,7 +24,7 @@ class SensitivityConfig:
     out: Path
 
     def __post_init__(self) -> None:
-        require(self, filled=("probe_policies", "cohorts"), steps=(16, 1024, 16))
+        require(self, filled=("probe_policies", "cohorts"), steps=(8, 1024, 8))
 
 
 @stage("sensitivity")

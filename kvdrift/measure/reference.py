@@ -137,8 +137,10 @@ def store(model: Any, tokenizer: Any, prompts: Sequence[Prompt], out: Path, seed
         save_file(tensors, out / f"{name}.safetensors")
         del tensors
         prefix = torch.tensor([p.tokens for p in group], device=model.device)
-        for mode in MODES if group[0].task else ():  # greedy first, since only it needs every row of the cache
-            picked = rows_of(mode, len(group))
+        picks = [(mode, rows_of(mode, len(group))) for mode in MODES if group[0].task]
+        for mode, picked in picks:  # greedy first, since only it needs every row of the cache
+            if not picked:
+                continue
             cache.crop(prefix.shape[1] - 1 - cache.get_seq_length())
             cache.batch_select_indices(torch.tensor(picked, device=model.device))
             made = generate(model, cache, prefix[picked], group[0].max_new_tokens, mode, seed, stop)

@@ -19,7 +19,7 @@ REPEATED = "repeated_outliers"
 FACTS = (3, 2, 1)
 """How many codes an item plants side by side: as many as its cell has room for."""
 OUTLIER = "outlier"
-LONG = (65, 56)
+LONG = (65, 40)
 """Teacher-forced and generated tokens of an attack on cells: longer than any other cohort's, so errors can add up."""
 SHORT = (17, 20)
 RUN = (8, 24)

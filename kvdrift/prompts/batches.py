@@ -12,6 +12,8 @@ MOST_TOKENS = 12_288
 
 SAMPLED = 8
 """The most prompts of a batch that are sampled; greedy decoding, whose outcomes count, takes all."""
+SAMPLED_FROM = 4
+"""A batch of fewer prompts isn't sampled: a step takes as long as with more, and so few samples say nothing."""
 
 
 def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Prompt]:
@@ -31,4 +33,6 @@ def batched(prompts: Sequence[Prompt], size: int, label: str = "") -> list[Promp
 
 def rows_of(mode: str, size: int) -> list[int]:
     """Which rows of a batch of `size` prompts are generated in a mode; those that are sampled are evenly spread."""
+    if mode == "sampled" and size < SAMPLED_FROM:
+        return []
     return list(range(0, size, -(-size // SAMPLED) if mode == "sampled" else 1))
