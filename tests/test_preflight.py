@@ -185,7 +185,7 @@ KEYS = [
     ),
     ("conf/reference.yaml", "floor_batches: 6", "floor_batches: -6", "floor_batches is -6; allowed: 1 to 1,000"),
     ("conf/calibrate.yaml", "margin: 1.5", "margin: .inf", "outlier_margin is inf; allowed: 1 to 1,000"),
-    ("conf/sensitivity.yaml", "steps: 16", "steps: 20", "steps is 20; allowed: 16 to 1,024, in steps of 16"),
+    ("conf/sensitivity.yaml", "steps: 8", "steps: 12", "steps is 12; allowed: 8 to 1,024, in steps of 8"),
     ("conf/search.yaml", "trials: 24", "trials: -1", "conf/search.yaml: trials is -1; allowed: 0 to"),
     ("conf/attack.yaml", "cells: 4", "cells: 0", "conf/attack.yaml: cells is 0; allowed: 1 to"),
     ("conf/attack.yaml", "length: 512", "length: 500", "conf/attack.yaml: length is 500; allowed: 128 to"),

@@ -203,12 +203,12 @@ def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl:
     for row in rows:
         if row["kl_low"] is not None and row["kl_high"] is not None:
             ax.vlines(row["bytes_ratio"], row["kl_low"], row["kl_high"], color="#777777", linewidth=2, zorder=1)
-        name, weight = (f"{row['policy']} (chosen)", "bold") if row["chosen"] else (row["policy"], "normal")
+        weight = "bold" if row["chosen"] else "normal"
         at = row["bytes_ratio"], row["kl"]
         # above what lies on the right, so that no name leaves the picture
         aside, to = ((9, 6), "left") if row["bytes_ratio"] <= middle else ((12, 11), "right")
         behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-        words = ax.annotate(name, at, xytext=aside, textcoords="offset points", ha=to, fontweight=weight, bbox=behind)
+        words = ax.annotate(row["policy"], at, xytext=aside, textcoords="offset points", ha=to, fontweight=weight, bbox=behind)
         words.set_zorder(1.5)  # over lines, under points
     for mark, (shape, color) in MARKS.items():
         shown = [row for row in rows if row["mark"] == mark]

@@ -1,4 +1,4 @@
-"""Which prompts run together, and which of them are sampled. `python -m pytest tests/prompts/test_batches.py`"""
+"""Which prompts run together, and which of them are sampled. `python -m pytest tests/prompts/test_batched.py`"""
 
 from kvdrift.prompts.batches import SAMPLED, rows_of
 
