@@ -208,7 +208,9 @@ def draw_frontier(rows: Rows, path: Path, most_bytes: float = math.inf, most_kl:
         # above what lies on the right, so that no name leaves the picture
         aside, to = ((9, 6), "left") if row["bytes_ratio"] <= middle else ((12, 11), "right")
         behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-        words = ax.annotate(row["policy"], at, xytext=aside, textcoords="offset points", ha=to, fontweight=weight, bbox=behind)
+        words = ax.annotate(
+            row["policy"], at, xytext=aside, textcoords="offset points", ha=to, fontweight=weight, bbox=behind
+        )
         words.set_zorder(1.5)  # over lines, under points
     for mark, (shape, color) in MARKS.items():
         shown = [row for row in rows if row["mark"] == mark]
