@@ -5,21 +5,13 @@ from pathlib import Path
 
 from kvdrift.config import stage
 from kvdrift.report.limits import Limits
+from kvdrift.report.reading import Sources, read_evidence
 
 
 @dataclass(frozen=True)
-class VerdictConfig:
+class VerdictConfig(Sources):
     gates: Limits
     plan: str
-    manifest: Path
-    prompts: Path
-    attack: Path
-    plans: Path
-    quantize: Path
-    logits: Path
-    generate: Path
-    latency: Path
-    drill: Path
     out: Path
     metrics: Path
 
@@ -28,24 +20,12 @@ class VerdictConfig:
 def main(config: VerdictConfig) -> None:
     import json
 
-    from kvdrift.report.reading import Sources, read_evidence
     from kvdrift.report.verdict import judge
 
-    sources = Sources(
-        config.manifest,
-        config.prompts,
-        config.attack,
-        config.plans,
-        config.quantize,
-        config.logits,
-        config.generate,
-        config.latency,
-        config.drill,
-    )
     files = [folder / f"{config.plan}.json" for folder in (config.out, config.metrics)]
     for file in files:
         file.unlink(missing_ok=True)  # so that an error leaves no verdict on other evidence
-    verdict = judge(read_evidence(config.plan, sources), config.gates)
+    verdict = judge(read_evidence(config.plan, config), config.gates)
     for file, content in zip(files, (verdict, verdict["metrics"]), strict=True):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")

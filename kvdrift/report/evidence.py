@@ -126,7 +126,7 @@ def cell_table(evidence: Evidence) -> list[dict[str, Any]]:
     nothing = dict.fromkeys(APART)
     cosines: dict[tuple[int, int, str], float | None] = {}
     if evidence.errors is not None:
-        found = evidence.errors.group_by("layer", "bucket", "tensor", maintain_order=True).agg(_by_tokens("cosine"))
+        found = evidence.errors.group_by("layer", "bucket", "tensor", maintain_order=True).agg(by_tokens("cosine"))
         cosines = {(row["layer"], row["bucket"], row["tensor"]): finite(row["cosine"]) for row in found.to_dicts()}
     kls: dict[tuple[int, int], tuple[float | None, str]] = {}
     if evidence.cells is not None:
@@ -155,7 +155,7 @@ def layer_map(evidence: Evidence, cells: Sequence[Mapping[str, Any]], tokens: in
     """
     errors: dict[tuple[int, str], float | None] = {}
     if evidence.errors is not None and not evidence.errors.is_empty():
-        by_bucket = evidence.errors.group_by("layer", "tensor", "bucket", maintain_order=True).agg(_by_tokens("rel_l2"))
+        by_bucket = evidence.errors.group_by("layer", "tensor", "bucket", maintain_order=True).agg(by_tokens("rel_l2"))
         found = by_bucket.group_by("layer", "tensor", maintain_order=True).agg(pl.col("rel_l2").sort().last())
         errors = {(row["layer"], row["tensor"]): finite(row["rel_l2"]) for row in found.to_dicts()}
     attention: dict[int, dict[str, Any]] = {}
@@ -189,12 +189,12 @@ def saturation(errors: pl.DataFrame | None) -> tuple[float | None, str]:
     """The largest share of saturated elements of any layer's keys or values, and where that is."""
     if errors is None or errors.is_empty():
         return None, ""
-    shares = errors.group_by("layer", "tensor", maintain_order=True).agg(_by_tokens("saturated"))
+    shares = errors.group_by("layer", "tensor", maintain_order=True).agg(by_tokens("saturated"))
     worst = shares.sort("saturated", "layer", "tensor", descending=[True, False, False]).row(0, named=True)
     return finite(worst["saturated"]), f"{worst['tensor']}s of layer {worst['layer']}"
 
 
-def _by_tokens(name: str) -> pl.Expr:
+def by_tokens(name: str) -> pl.Expr:
     """The mean of a column over the tokens that its rows stand for; NaN, which sorts last, if any row lacks it."""
     return (pl.col(name).fill_null(math.nan) * pl.col("tokens")).sum() / pl.col("tokens").sum()
 

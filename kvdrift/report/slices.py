@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvdrift.report.evidence import logits_summary
+from kvdrift.report.evidence import by_tokens, finite, logits_summary
 
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
 """What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
@@ -29,9 +29,8 @@ def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> l
             for row in rows.group_by(column, maintain_order=True).agg(pl.col(FIGURES).mean()).to_dicts():
                 found[kind, row.pop(column)] = row
         if errors is not None and kind != "distance":
-            share = (pl.col("rel_l2") * pl.col("tokens")).sum() / pl.col("tokens").sum()
-            for row in errors.group_by(column, "tensor", maintain_order=True).agg(error=share).to_dicts():
-                found.setdefault((kind, row[column]), {})[f"{row['tensor']}_error"] = row["error"]
+            for row in errors.group_by(column, "tensor", maintain_order=True).agg(by_tokens("rel_l2")).to_dicts():
+                found.setdefault((kind, row[column]), {})[f"{row['tensor']}_error"] = finite(row["rel_l2"])
     nothing = dict.fromkeys(("key_error", "value_error", *FIGURES))
     order = {"position": 0, "distance": 1, "role": 2}
     return [
