@@ -135,6 +135,9 @@ def stage(name: str, threads_spin: bool = False) -> Callable[[Callable[[Any], No
                 hydra.main(version_base=None, config_path=str(script.parent.parent / "conf"), config_name=name)(task)()
             except UNREADABLE as error:
                 refuse(_unreadable(name, error))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # all is written, and the interpreter takes a second to take torch and a model apart
 
         run.name, run.schema = name, schema  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]

@@ -263,10 +263,12 @@ def _convert_gguf(file: Path, dtype: str, out: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    config, wanted = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), getattr(torch, dtype)
+    with torch.device("meta"):  # no time spent on random weights
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=wanted)
+    tensors = found["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     lost = [*unexpected, *(name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings))]
     if lost:
         raise ModelError(f"{file.name} does not fit {config.architectures}: {', '.join(lost)}")

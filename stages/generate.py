@@ -37,7 +37,7 @@ def main(config: GenerateConfig) -> None:
     from kvdrift.measure.compounding import step_kl
     from kvdrift.measure.plans import read_plan
     from kvdrift.measure.reference import stored
-    from kvdrift.prompts.batches import rows_of
+    from kvdrift.prompts.batches import modes_of
     from kvdrift.prompts.graders import grade
     from kvdrift.prompts.prompt import from_frame
 
@@ -53,16 +53,21 @@ def main(config: GenerateConfig) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     rows = []
     asked = [batch for batch in batches if batch.prompts[0].task]
-    tasks = [(batch, mode, rows_of(mode, len(batch.prompts))) for batch in asked for mode in config.modes]
+    tasks = [
+        (batch, mode)
+        for batch in asked
+        for mode in modes_of(batch.prompts[0].batch, len(batch.prompts))
+        if mode in config.modes
+    ]
     longest = max(batch.prompts[0].max_new_tokens for batch in asked)  # where errors have the most steps to add up
-    for batch, mode, picked in tqdm([t for t in tasks if t[-1]], desc=f"generate {config.plan}", unit="batch"):
+    for batch, mode in tqdm(tasks, desc=f"generate {config.plan}", unit="batch"):
         cache = PackedCache(policy, model.config, dtype=model.dtype)
-        batch.fill(cache, model.device, tokens=batch.length - 1, rows=picked)
-        new, prefix = batch.prompts[0].max_new_tokens, batch.prefix[picked].to(model.device)
+        batch.fill(cache, model.device, tokens=batch.length - 1)
+        new, prefix = batch.prompts[0].max_new_tokens, batch.prefix.to(model.device)
         out = replay.generate(model, cache, prefix, new, mode, config.profile.seed, stop)
         follow = mode == "greedy" and new == longest
-        kls = step_kl(model, batch, policy, out.tokens) if follow else [None] * len(picked)
-        for prompt, tokens, kl in zip([batch.prompts[row] for row in picked], out.tokens, kls, strict=True):
+        kls = step_kl(model, batch, policy, out.tokens) if follow else [None] * len(out.tokens)
+        for prompt, tokens, kl in zip(batch.prompts, out.tokens, kls, strict=True):
             before = reference[prompt.id, mode]
             output = tokenizer.decode(tokens, skip_special_tokens=True)
             was, now = (grade(prompt.task, answer, prompt.answer) for answer in (before["text"], output))

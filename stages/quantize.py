@@ -44,9 +44,15 @@ def main(config: QuantizeConfig) -> None:
     batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
 
     errors, attention, escalated, reconciled = [], [], 0, []
+    seen: set[tuple[str, int]] = set()  # one prompt of each cohort and length shows what packing does to its tensors
     for batch in tqdm(batches, desc=f"quantize {config.plan}", unit="batch"):
-        first = {prompt.cohort: row for row, prompt in reversed(list(enumerate(batch.prompts)))}
-        for layer, layout in enumerate(layouts):
+        first = {
+            prompt.cohort: row
+            for row, prompt in reversed(list(enumerate(batch.prompts)))
+            if (prompt.cohort, batch.length) not in seen
+        }
+        seen |= {(cohort, batch.length) for cohort in first}
+        for layer, layout in enumerate(layouts if first else ()):
             if layout is None:
                 continue
             keys, values = batch.layer(layer)

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from kvdrift.measure.replay import MODES, generate, score, stop_tokens
-from kvdrift.prompts.batches import rows_of
+from kvdrift.measure.replay import generate, score, stop_tokens
+from kvdrift.prompts.batches import modes_of
 from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt
 
 RECORDING = "kvdrift_recording"
@@ -137,17 +137,13 @@ def store(model: Any, tokenizer: Any, prompts: Sequence[Prompt], out: Path, seed
         save_file(tensors, out / f"{name}.safetensors")
         del tensors
         prefix = torch.tensor([p.tokens for p in group], device=model.device)
-        picks = [(mode, rows_of(mode, len(group))) for mode in MODES if group[0].task]
-        for mode, picked in picks:  # greedy first, since only it needs every row of the cache
-            if not picked:
-                continue
+        for mode in modes_of(name, len(group)) if group[0].task else ():
             cache.crop(prefix.shape[1] - 1 - cache.get_seq_length())
-            cache.batch_select_indices(torch.tensor(picked, device=model.device))
-            made = generate(model, cache, prefix[picked], group[0].max_new_tokens, mode, seed, stop)
+            made = generate(model, cache, prefix, group[0].max_new_tokens, mode, seed, stop)
             texts = tokenizer.batch_decode(made.tokens, skip_special_tokens=True)
             rows += [
-                {"prompt": group[row].id, "mode": mode, "tokens": t, "text": text}
-                for row, t, text in zip(picked, made.tokens, texts, strict=True)
+                {"prompt": prompt.id, "mode": mode, "tokens": t, "text": text}
+                for prompt, t, text in zip(group, made.tokens, texts, strict=True)
             ]
     schema: Any = {"prompt": pl.String, "mode": pl.String, "tokens": pl.List(pl.Int64), "text": pl.String}
     pl.DataFrame(rows, schema=schema).write_parquet(out / "generations.parquet")

@@ -16,8 +16,6 @@ from torch import Tensor
 CHUNK = 16
 """Tokens of a teacher-forced chunk. S+R and B are multiples of it, so a chunk sees what single steps see."""
 
-MODES = ("greedy", "sampled")
-
 
 @dataclass(frozen=True)
 class Generated:

@@ -15,8 +15,8 @@ import polars as pl
 
 from kvdrift.ledger import account, bits_per_element
 from kvdrift.policy import packed_until
-from kvdrift.prompts.batches import rows_of
-from kvdrift.report.evidence import MODES, Evidence
+from kvdrift.prompts.batches import modes_of
+from kvdrift.report.evidence import Evidence
 from kvdrift.report.strict import Each, Number, value_fault
 from kvdrift.report.tables import rows_fault, table_fault
 
@@ -244,7 +244,7 @@ def _generations(found: pl.DataFrame, evidence: Evidence) -> str | None:
             return f"{name} of {wrong['prompt'][0]} ({wrong['mode'][0]}) is not what its tokens and score say"
     batches = evidence.prompts.filter(pl.col("task") != "").group_by("batch", maintain_order=True)
     tasks = pl.concat(
-        rows[rows_of(mode, rows.height)].with_columns(mode=pl.lit(mode)) for _, rows in batches for mode in MODES
+        rows.with_columns(mode=pl.lit(mode)) for (batch,), rows in batches for mode in modes_of(batch, rows.height)
     )
     return rows_fault(found, tasks.select("prompt", "cohort", "task", "mode", "length", "depth", "answer"))
 
@@ -255,8 +255,9 @@ def _own(evidence: Evidence) -> pl.DataFrame:
 
 
 def _firsts(evidence: Evidence) -> pl.DataFrame:
-    """The first prompt of each cohort in each batch, whose tensors `quantize` compares."""
-    return _own(evidence).unique(["batch", "cohort"], keep="first", maintain_order=True)
+    """The first prompt of each cohort and length, batch by batch, whose tensors `quantize` compares."""
+    ordered = _own(evidence).sort("batch", maintain_order=True)
+    return ordered.unique(["cohort", "length"], keep="first", maintain_order=True)
 
 
 def _packed(evidence: Evidence, prompts: pl.DataFrame) -> pl.DataFrame:

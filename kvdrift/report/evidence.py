@@ -19,8 +19,7 @@ from kvdrift.measure.stats import Drift, drift, mcnemar, mean_interval, percenti
 from kvdrift.policy import CachePolicy
 from kvdrift.report import strict
 
-MODES = ("greedy", "sampled")
-GREEDY = MODES[0]
+GREEDY = "greedy"
 """The mode whose outcomes count as drift; sampled generations are reported beside it."""
 
 SUMMARY = ["tokens", "kl", "kl_low", "kl_high", "kl_p99", "kl_p999", "kl_max"]

@@ -7,9 +7,11 @@ from typing import Any
 
 import polars as pl
 import torch
+from transformers.cache_utils import DynamicCache
 
-from kvdrift.measure.reference import store
-from kvdrift.prompts.batches import rows_of
+from kvdrift.measure import replay
+from kvdrift.measure.reference import store, stored
+from kvdrift.prompts.batches import batched
 from kvdrift.prompts.prompt import Prompt
 
 
@@ -32,16 +34,22 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-def test_all_rows_are_decoded_greedily_and_the_picked_ones_sampled_as_if_alone(llama: Any, tmp_path: Path) -> None:
+def test_all_prompts_are_answered_greedily_and_a_first_batch_sampled_as_if_nothing_had_run_before(
+    llama: Any, tmp_path: Path
+) -> None:
     llama.set_attn_implementation("sdpa")
-    asked = prompts(20)
-    store(llama, Words(), asked, tmp_path / "all", seed=5)
-    picked = rows_of("sampled", 20)
-    store(llama, Words(), [asked[row] for row in picked], tmp_path / "few", seed=5)
+    asked = batched(prompts(20), size=10)
+    store(llama, Words(), asked, tmp_path, seed=5)
+    stored_in = stored(tmp_path, asked)
+    rows = pl.read_parquet(tmp_path / "generations.parquet")
+    first = [prompt.id for prompt in asked if prompt.batch.endswith("-b00")]
+    assert len(first) == 10
+    assert sorted(rows.filter(mode="greedy")["prompt"]) == sorted(prompt.id for prompt in asked)
+    assert rows.filter(mode="sampled")["prompt"].to_list() == first
+    cache = DynamicCache(config=llama.config)
+    for index in range(stored_in[0].layers):
+        cache.update(*(x[:, :, :-1] for x in stored_in[0].layer(index)), index)
+    stop = replay.stop_tokens(llama, Words())
+    again = replay.generate(llama, cache, stored_in[0].prefix, asked[0].max_new_tokens, "sampled", 5, stop)
     llama.set_attn_implementation("kvdrift")
-    every, few = (pl.read_parquet(tmp_path / name / "generations.parquet") for name in ("all", "few"))
-    assert every.filter(mode="greedy")["prompt"].to_list() == [prompt.id for prompt in asked]
-    assert every.filter(mode="sampled")["prompt"].to_list() == [f"p{row}" for row in picked]
-    assert every.filter(pl.col("prompt").is_in(few["prompt"].implode()) & (pl.col("mode") == "sampled")).equals(
-        few.filter(mode="sampled")
-    )
+    assert rows.filter(mode="sampled")["tokens"].to_list() == again.tokens

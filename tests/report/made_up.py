@@ -10,9 +10,9 @@ import polars as pl
 
 from kvdrift.ledger import CacheShape, account, bits_per_element
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer, packed_until
-from kvdrift.prompts.batches import rows_of
+from kvdrift.prompts.batches import MODES, modes_of
 from kvdrift.prompts.prompt import EVALUATION, Prompt, to_frame
-from kvdrift.report.evidence import MODES, Evidence
+from kvdrift.report.evidence import Evidence
 from kvdrift.report.limits import CellLimits, Limits, Workload
 from kvdrift.report.reading import Sources, read_evidence
 from kvdrift.serving.checks import REQUIRED
@@ -113,7 +113,7 @@ def prompts(attack: bool = False) -> list[Prompt]:
             answer="12345",
             max_new_tokens=20,
             depth=depth,
-            batch=f"{cohort}-{length}",
+            batch=f"{cohort}-{length}-b00",
         )
         for cohort, length, depth, n in items
     ]
@@ -218,7 +218,7 @@ def tasks(mode: str) -> list[Prompt]:
     for prompt in [*PROMPTS, *prompts(attack=True)]:
         if prompt.task:
             batches.setdefault(prompt.batch, []).append(prompt)
-    return [rows[at] for rows in batches.values() for at in rows_of(mode, len(rows))]
+    return [row for name, rows in batches.items() if mode in modes_of(name, len(rows)) for row in rows]
 
 
 def generations_frame(exact: bool) -> pl.DataFrame:

@@ -15,10 +15,11 @@ from made_up import LIMITS, SHAPE, Run, kivi
 from spoiling import CANDIDATE, TABLES, TEXTS, rejected, rewrite
 
 from kvdrift.ledger import account
-from kvdrift.measure import cells, quantized, replay
+from kvdrift.measure import cells, quantized
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
+from kvdrift.prompts.batches import MODES
 from kvdrift.report import artifacts
-from kvdrift.report.evidence import MODES, Evidence
+from kvdrift.report.evidence import Evidence
 from kvdrift.report.strict import Number
 from kvdrift.report.verdict import judge
 
@@ -201,4 +202,3 @@ def test_what_is_demanded_of_a_table_is_in_what_is_written() -> None:
     assert set(artifacts.ERRORS) <= set(quantized.ERRORS)
     assert set(artifacts.ATTENTION) <= set(quantized.ATTENTION)
     assert set(artifacts.CELLS) <= set(cells.CELLS)
-    assert MODES == replay.MODES
