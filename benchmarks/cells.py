@@ -2,7 +2,7 @@
 
     python benchmarks/cells.py --json cells.json
 
-Needs the artifacts of `dvc repro`. `ours` and `theirs` are seconds a cell, for kivi2's cells of three layers.
+Needs the artifacts of `dvc repro`. `ours` and `theirs` are seconds a cell, for all of kivi2's cells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from kvdrift.policy import CachePolicy
 from kvdrift.prompts.prompt import from_frame
 
 STEPS = 16
-LAYERS = (0, 15, 29)
 
 
 @torch.inference_mode()
@@ -50,16 +49,12 @@ def main() -> None:
     for cohort in ("code", "needle_grid"):
         batch, row = longest(batches, cohort)
         spans = tuple(bucket_ranges(batch.length))
-        ours, theirs = [], []
-        for layer in LAYERS:
-            start = time.perf_counter()
-            layer_cells(model, batch, row, layer, [Variant(policy, spans)], STEPS)
-            ours.append((time.perf_counter() - start) / len(spans))
-        for layer in LAYERS[:1]:
-            start = time.perf_counter()
-            naive(model, batch, row, policy, layer)
-            theirs.append(time.perf_counter() - start)
-        mean, plain = sum(ours) / len(ours), sum(theirs) / len(theirs)
+        start = time.perf_counter()
+        layer_cells(model, batch, row, {index: [Variant(policy, spans)] for index in range(batch.layers)}, STEPS)
+        mean = (time.perf_counter() - start) / (batch.layers * len(spans))
+        start = time.perf_counter()
+        naive(model, batch, row, policy, layer=0)
+        plain = time.perf_counter() - start
         rows.append(Row(f"cells at {batch.length} tokens", mean, plain, mean / plain, "s a cell"))
         print(
             f"{rows[-1].case}: {1 / mean:.1f} cells/s, {1 / plain:.3f} the plain way, {plain / mean:.0f} times faster"

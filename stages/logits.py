@@ -71,12 +71,7 @@ def main(config: LogitsConfig) -> None:
 
     model.float()  # a cell's effect is often below bfloat16's own rounding noise
     probes = [longest(scored, cohort) for cohort in config.probes]
-    cells = [
-        row
-        for batch, at in probes
-        for layer in tqdm(range(batch.layers), desc=f"cells {config.plan}", unit="layer")
-        for row in policy_cells(model, batch, at, layer, policy, config.probe_steps)
-    ]
+    cells = [row for batch, at in probes for row in policy_cells(model, batch, at, policy, config.probe_steps)]
     pl.DataFrame(cells, schema=CELLS).write_parquet(
         config.out / f"{config.plan}_cells.parquet", metadata={"policy": policy.id}
     )

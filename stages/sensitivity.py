@@ -31,12 +31,11 @@ class SensitivityConfig:
 def main(config: SensitivityConfig) -> None:
     import polars as pl
     import torch
-    from tqdm import tqdm
 
     from kvdrift import models
     from kvdrift.ledger import load_policy
     from kvdrift.measure.reference import longest, stored
-    from kvdrift.measure.sensitivity import SCHEMA, layer_rows, probes
+    from kvdrift.measure.sensitivity import SCHEMA, probes, prompt_rows
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)
@@ -45,10 +44,7 @@ def main(config: SensitivityConfig) -> None:
     model.float()  # a cell's effect is often below bfloat16's own rounding noise
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
     prompts = [longest(batches, cohort) for cohort in config.cohorts]
-    work = [(batch, at, layer) for batch, at in prompts for layer in range(batch.layers)]
-    rows = []
-    for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer"):
-        rows += layer_rows(model, batch, at, layer, chosen, config.steps)
+    rows = [row for batch, at in prompts for row in prompt_rows(model, batch, at, chosen, config.steps)]
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
 

@@ -1,13 +1,14 @@
 """What single cells do: only one layer's blocks of one position range are packed, everything else is exact.
 
-The forward pass starts at the layer that changed, from the stored hidden state that enters it, and the cells of a
-layer are rows of one batch. Each row is compared with an exact row of the same batch, so that batch composition, whose
-noise exceeds many a cell, cancels.
+A cell's forward pass starts at the layer that changed, from the stored hidden state that enters it. All cells of a
+prompt are rows of one batch that grows from layer to layer, so that each layer's stored tensors are read once. Each
+row is compared with an exact row that entered at the same layer, so that batch composition, whose noise exceeds many a
+cell, cancels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import polars as pl
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -26,8 +28,11 @@ from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK
 from kvdrift.measure.tensors import bucket_ranges
 from kvdrift.policy import CachePolicy, packed_until
+from kvdrift.prompts.prompt import Prompt
 
 NAME = "kvdrift_cells"
+MOST_SCORES = 2**28
+"""Attention scores held at once where no flash kernel tells the log-sum-exp."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +77,31 @@ CELLS = pl.Schema(
 """A row a cell of a candidate; [start, stop) are its packed tokens. An empty cell has null figures."""
 
 
-def policy_cells(
-    model: Any, stored: Stored, row: int, layer: int, policy: CachePolicy, steps: int
-) -> list[dict[str, Any]]:
-    """Rows of CELLS for one layer and prompt, keys and values of a cell packed together by the policy itself."""
+def policy_cells(model: Any, stored: Stored, row: int, policy: CachePolicy, steps: int) -> list[dict[str, Any]]:
+    """Rows of CELLS for one prompt, layer by layer, keys and values of a cell packed together by the policy itself."""
     spans = bucket_ranges(stored.length)
     packed = range(policy.sink_tokens, packed_until(policy, stored.length))
     cells = [packed_span(policy, packed, span) for span in spans]
     nothing = dict[str, float | None].fromkeys(FIGURES)
-    figures = [nothing] * len(spans)
-    if any(cells) and not policy.layer(layer).is_exact:
-        found = layer_cells(model, stored, row, layer, [Variant(policy, tuple(spans))], steps)[0].rows()
-        figures = [own if cell else nothing for own, cell in zip(found, cells, strict=True)]
+    variants = {
+        index: [Variant(policy, tuple(spans))]
+        for index in range(stored.layers)
+        if any(cells) and not policy.layer(index).is_exact
+    }
+    found = layer_cells(model, stored, row, variants, steps)
+    figures = {index: one.rows() for index, (one,) in found.items()}
     return [
         {
             "prompt": stored.prompts[row].id,
-            "layer": layer,
+            "layer": index,
             "bucket": span.start,
             "start": cell.start if cell else None,
             "stop": cell.stop if cell else None,
             "tensor": "both",
         }
-        | own
-        for span, cell, own in zip(spans, cells, figures, strict=True)
+        | (figures[index][at] if index in figures and cell else nothing)
+        for index in range(stored.layers)
+        for at, (span, cell) in enumerate(zip(spans, cells, strict=True))
     ]
 
 
@@ -106,47 +113,67 @@ def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
 
 @torch.inference_mode()
 def layer_cells(
-    model: Any, stored: Stored, row: int, layer: int, variants: Sequence[Variant], steps: int
-) -> list[Figures]:
-    """Every cell of one layer, by variant, on the first `steps` scored tokens of one prompt.
+    model: Any, stored: Stored, row: int, variants: Mapping[int, Sequence[Variant]], steps: int
+) -> dict[int, list[Figures]]:
+    """Every cell of these layers, by layer and variant, on the first `steps` scored tokens of one prompt.
 
     The model uses the kvdrift attention function.
     """
-    decoder, device = model.get_decoder(), model.device
-    batches = [Variant(variants[0].policy, (range(0),)), *variants]
-    caches = [PackedCache(v.policy, model.config, dtype=model.dtype, pack_ranges={layer: v.ranges}) for v in batches]
-    sizes = [len(v.ranges) for v in batches]
-    for cache, size in zip(caches, sizes, strict=True):
-        keys, values = (x[row : row + 1].to(device, model.dtype).expand(size, -1, -1, -1) for x in stored.layer(layer))
-        cache.load_layer(layer, keys, values)
-    rest = _Rest(stored, row, layer, len(decoder.layers), model)
-    (entering,) = stored.read(f"hidden.{layer}")
-    entering = entering[row : row + 1, :steps].to(device, model.dtype)
-    logits = []
-    with _cell_attention(model):
-        for start in range(0, entering.shape[1], CHUNK):
-            chunk = entering[:, start : start + CHUNK]
-            shared = _shared_inputs(decoder, chunk, stored.length + start)
-            parts = [
-                _run(decoder.layers[layer], chunk.expand(size, -1, -1), cache, shared)
-                for cache, size in zip(caches, sizes, strict=True)
-            ]
-            hidden = torch.cat(parts)
-            for index in range(layer + 1, len(decoder.layers)):
-                hidden = _run(decoder.layers[index], hidden, rest, shared)
-            logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
-    prompt = stored.prompts[row]
+    if not variants:
+        return {}
+    decoder, device, prompt = model.get_decoder(), model.device, stored.prompts[row]
+    hidden: list[Tensor] = []
+    rows: dict[int, list[int]] = {}
+    for index in tqdm(range(min(variants), len(decoder.layers)), desc=f"cells of {prompt.id}", unit="layer"):
+        keys, values = (x[row : row + 1].to(device, model.dtype) for x in stored.layer(index))
+        caches, rows[index] = _entering(model, index, variants.get(index, ()), keys, values)
+        (entering,) = stored.read(f"hidden.{index}")
+        chunks = entering[row : row + 1, :steps].to(device, model.dtype).split(CHUNK, dim=1)
+        block, rest = decoder.layers[index], _Rest(keys, values)
+        with _cell_attention(model):
+            for at, chunk in enumerate(chunks):
+                shared = _shared_inputs(decoder, chunk, stored.length + at * CHUNK)
+                parts = [_run(block, hidden[at], rest, shared)] if len(hidden) > at else []
+                for cache, size in zip(caches, rows[index], strict=True):
+                    parts.append(_run(block, chunk.expand(size, -1, -1), cache, shared))
+                hidden[at : at + 1] = [torch.cat(parts)]
     scored = min(steps, prompt.scored - 1)
-    log_p = torch.cat(logits, dim=1)[:, :scored]
+    leaving = decoder.norm(torch.cat(hidden, dim=1)[:, :scored]).split([sum(sizes) for sizes in rows.values()])
+    return {
+        index: _figures(model, prompt, own, rows[index][1:])
+        for index, own in zip(rows, leaving, strict=True)
+        if index in variants
+    }
+
+
+def _entering(
+    model: Any, index: int, variants: Sequence[Variant], keys: Tensor, values: Tensor
+) -> tuple[list[PackedCache], list[int]]:
+    """A cache for the exact row and one for each variant, with their numbers of rows; none without variants."""
+    batches = [Variant(variants[0].policy, (range(0),)), *variants] if variants else []
+    caches, sizes = [], [len(v.ranges) for v in batches]
+    for variant, size in zip(batches, sizes, strict=True):
+        ranges: dict[int, Sequence[range]] = {index: variant.ranges}
+        cache = PackedCache(variant.policy, model.config, dtype=model.dtype, pack_ranges=ranges)
+        cache.load_layer(index, keys.expand(size, -1, -1, -1), values.expand(size, -1, -1, -1))
+        caches.append(cache)
+    return caches, sizes
+
+
+def _figures(
+    model: Any, prompt: Prompt, leaving: Float[Tensor, "rows steps hidden"], sizes: list[int]
+) -> list[Figures]:
+    """Of the cells of one layer against its exact row, the first; `sizes` are the variants' rows."""
+    log_p = model.get_output_embeddings()(leaving).float().log_softmax(-1)
     exact_row, rows = log_p[:1], log_p[1:]
     top, said = exact_row.argmax(-1), rows.argmax(-1)
     kept = None
     if prompt.task:
-        right = top == torch.tensor([prompt.continuation[1 : scored + 1]], device=device)
+        right = top == torch.tensor([prompt.continuation[1 : leaving.shape[1] + 1]], device=leaving.device)
         kept = (said == top)[:, right[0]].float().mean(1).cpu() if bool(right.any()) else None
     figures = [kl(exact_row.expand_as(rows), rows), said == top, rank_correlation(exact_row, rows)]
-    kls, same, ranks = (x.cpu().split(sizes[1:]) for x in figures)
-    shares = [None] * len(variants) if kept is None else kept.split(sizes[1:])
+    kls, same, ranks = (x.cpu().split(sizes) for x in figures)
+    shares = [None] * len(sizes) if kept is None else kept.split(sizes)
     return [Figures(*own) for own in zip(kls, same, ranks, shares, strict=True)]
 
 
@@ -161,21 +188,17 @@ class _Shared:
 
 
 class _Rest:
-    """Exact caches of the layers behind the changed one. The stored prefix is held once, whatever the rows."""
+    """One exact layer for the rows that changed before it. The stored prefix is held once, whatever the rows."""
 
-    def __init__(self, stored: Stored, row: int, layer: int, layers: int, model: Any) -> None:
-        self._shared: dict[int, _Shared] = {}
-        for index in range(layer + 1, layers):
-            keys, values = (x[row : row + 1].to(model.device, model.dtype) for x in stored.layer(index))
-            self._shared[index] = _Shared(keys, values, keys[:, :, :0], values[:, :, :0])
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._held = _Shared(keys, values, keys[:, :, :0], values[:, :, :0])
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[_Shared, _Shared]:
-        held = self._shared[layer_idx]
-        rows = keys.shape[0]
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[_Shared, _Shared]:
+        held, rows = self._held, keys.shape[0]
         new = [
             torch.cat([x.expand(rows, -1, -1, -1), y], 2) for x, y in ((held.new_keys, keys), (held.new_values, values))
         ]
-        self._shared[layer_idx] = now = replace(held, new_keys=new[0], new_values=new[1])
+        self._held = now = replace(held, new_keys=new[0], new_values=new[1])
         return now, now
 
 
@@ -206,6 +229,13 @@ def _with_lse(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tu
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(query, keys, values, 0.0, False, scale=scaling)[:2]
         return out, lse
+    at_once = max(1, MOST_SCORES // (keys.shape[1] * keys.shape[2]))
+    parts = [_scored(q, keys, values, scaling) for q in query.split(at_once, dim=2)]
+    out, lse = (torch.cat(own, dim=2) for own in zip(*parts, strict=True))
+    return out, lse
+
+
+def _scored(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     scores = query.float() @ keys.float().transpose(-1, -2) * scaling
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ values.float(), lse

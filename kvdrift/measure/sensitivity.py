@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from kvdrift.layout import block_layout
-from kvdrift.measure.cells import FIGURES, Variant, layer_cells, packed_span
+from kvdrift.measure.cells import FIGURES, Figures, Variant, layer_cells, packed_span
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import bucket_ranges, errors
@@ -62,38 +62,57 @@ def probes(searched: Mapping[str, Any], policies: Sequence[CachePolicy]) -> list
     return found
 
 
-def layer_rows(
-    model: Any, stored: Stored, at: int, layer: int, chosen: Sequence[Probe], steps: int
-) -> list[dict[str, Any]]:
-    """Rows of SCHEMA for one layer and one prompt, row `at` of its batch."""
-    whole = range(stored.length)
-    keys, values = (x[at] for x in stored.layer(layer))
-    variants, named = [], []
+def prompt_rows(model: Any, stored: Stored, at: int, chosen: Sequence[Probe], steps: int) -> list[dict[str, Any]]:
+    """Rows of SCHEMA for one prompt, row `at` of its batch, layer by layer."""
+    cells = {layer: _layer_cells(stored, layer, chosen) for layer in range(stored.layers)}
+    variants = {layer: [cell.variant for cell in own] for layer, own in cells.items()}
+    found = layer_cells(model, stored, at, variants, steps)
+    return [row for layer, own in cells.items() for row in _layer_rows(stored, at, layer, own, found[layer])]
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Cells of one layer that share a probe and a tensor; the first is the whole layer."""
+
+    probe: Probe
+    tensor: str
+    alone: LayerPolicy
+    variant: Variant
+
+
+def _layer_cells(stored: Stored, layer: int, chosen: Sequence[Probe]) -> list[_Cells]:
+    cells, layers, head_dim = [], stored.layers, stored.layer(layer)[0].shape[-1]
     for probe in chosen:
-        policy = probe.policy.bind(stored.layers, keys.shape[-1])
+        policy = probe.policy.bind(layers, head_dim)
         pair = policy.layer(layer)
         for tensor in TENSORS:
             alone = LayerPolicy(key=pair.key) if tensor == "key" else LayerPolicy(value=pair.value)
-            only = replace(policy, layers=tuple(alone if i == layer else LayerPolicy() for i in range(stored.layers)))
-            spans = [whole, *(bucket_ranges(stored.length) if probe.by_bucket else ())]
-            variants.append(Variant(only, tuple(spans)))
-            named.append((probe, tensor, alone, spans))
-    found = layer_cells(model, stored, at, layer, variants, steps)
+            only = replace(policy, layers=tuple(alone if i == layer else LayerPolicy() for i in range(layers)))
+            spans = (range(stored.length), *(bucket_ranges(stored.length) if probe.by_bucket else ()))
+            cells.append(_Cells(probe, tensor, alone, Variant(only, spans)))
+    return cells
+
+
+def _layer_rows(
+    stored: Stored, at: int, layer: int, cells: Sequence[_Cells], found: Sequence[Figures]
+) -> list[dict[str, Any]]:
+    keys, values = (x[at] for x in stored.layer(layer))
     rows, nothing = [], dict.fromkeys(SCHEMA)
-    for (probe, tensor, alone, spans), figures in zip(named, found, strict=True):
-        layout = block_layout(alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
-        decoded = through_pages(keys, values, replace(probe.policy, layers=(alone,)), layout)
+    for cell, figures in zip(cells, found, strict=True):
+        probe = cell.probe
+        layout = block_layout(cell.alone, probe.policy.block, keys.shape[0], keys.shape[-1], keys.element_size())
+        decoded = through_pages(keys, values, replace(probe.policy, layers=(cell.alone,)), layout)
         inside = slice(decoded.span.start, decoded.span.stop)
-        exact, new = (keys[:, inside], decoded.keys) if tensor == "key" else (values[:, inside], decoded.values)
+        exact, new = (keys[:, inside], decoded.keys) if cell.tensor == "key" else (values[:, inside], decoded.values)
         wrong = errors(exact, new)
         cosine, error = wrong.cosine.mean(0), wrong.relative_l2.mean(0)
-        for index, (span, own) in enumerate(zip(spans, figures.rows(), strict=True)):
+        for index, (span, own) in enumerate(zip(cell.variant.ranges, figures.rows(), strict=True)):
             packed = packed_span(probe.policy, decoded.span, span)
             row: dict[str, Any] = {
                 "prompt": stored.prompts[at].id,
                 "probe": probe.name,
                 "layer": layer,
-                "tensor": tensor,
+                "tensor": cell.tensor,
             }
             row |= {"bucket": None if index == 0 else span.start, "start": None, "stop": None}
             if packed:

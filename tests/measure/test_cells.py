@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from kvdrift.cache import sealing
 from kvdrift.kernels.definition import SCALE_DTYPE
+from kvdrift.measure import cells
 from kvdrift.measure.cells import Variant, layer_cells, policy_cells
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored, run
@@ -89,7 +90,7 @@ def test_an_injected_error_is_found_at_exactly_its_layer_bucket_and_tensor(llama
             for tensor, pair in alone.items():
                 only = replace(policy, layers=tuple(pair if i == layer else LayerPolicy() for i in range(layers)))
                 spans = bucket_ranges(LENGTH)
-                kls = layer_cells(llama, stored, 0, layer, [Variant(only, tuple(spans))], STEPS)[0].kl.mean(1)
+                kls = layer_cells(llama, stored, 0, {layer: [Variant(only, tuple(spans))]}, STEPS)[layer][0].kl.mean(1)
                 found |= {(layer, span.start, tensor): float(kl) for span, kl in zip(spans, kls, strict=True)}
         return found
 
@@ -104,7 +105,7 @@ def test_an_injected_error_is_found_at_exactly_its_layer_bucket_and_tensor(llama
 
 def test_a_cell_that_packs_nothing_is_null_and_others_are_not(llama, stored):
     policy = replace(POLICY.bind(2, 32), residual_window=64)
-    rows = policy_cells(llama, stored, 0, 1, policy, STEPS)
+    rows = [row for row in policy_cells(llama, stored, 0, policy, STEPS) if row["layer"] == 1]
     assert [row["bucket"] for row in rows] == [0, 32, 128]
     assert [row["kl"] is None for row in rows] == [False, False, True]
     assert (rows[1]["start"], rows[1]["stop"]) == (32, 128)
@@ -112,18 +113,39 @@ def test_a_cell_that_packs_nothing_is_null_and_others_are_not(llama, stored):
 
 def test_the_exact_row_of_a_batch_is_the_models_own_path(llama, stored):
     """A variant with an empty range changes nothing: KL 0 to the last bit."""
-    (found,) = layer_cells(llama, stored, 1, 0, [Variant(POLICY.bind(2, 32), (range(0),))], STEPS)
+    (found,) = layer_cells(llama, stored, 1, {0: [Variant(POLICY.bind(2, 32), (range(0),))]}, STEPS)[0]
     assert float(found.kl.abs().max()) == 0.0
     assert bool(found.same_top1.all())
     assert float(found.rank_correlation.min()) == 1.0
     assert found.kept is None
 
 
+def test_cells_of_all_layers_at_once_are_those_of_each_layer_alone(llama, stored):
+    """In one pass or two, over one chunk or two; and no cell sees another's tokens."""
+    policy = POLICY.bind(2, 32)
+    variants = {layer: [Variant(policy, tuple(bucket_ranges(LENGTH)))] for layer in range(2)}
+    for steps in (8, STEPS):
+        together = layer_cells(llama, stored, 0, variants, steps)
+        for layer in range(2):
+            (alone,) = layer_cells(llama, stored, 0, {layer: variants[layer]}, steps)[layer]
+            torch.testing.assert_close(together[layer][0].kl, alone.kl, rtol=1e-3, atol=1e-7)
+            assert together[layer][0].kl.shape == (3, steps)
+
+
+def test_attention_that_tells_its_log_sum_exp_is_flash_attention_in_parts():
+    """The path of devices whose flash kernel keeps the log-sum-exp to itself."""
+    q, k, v = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (7, 40, 41))
+    flash = cells._with_lse(q, k, v[:, :, :40], 0.25)
+    parts = [cells._scored(part, k, v[:, :, :40], 0.25) for part in q.split(3, dim=2)]
+    for ours, theirs in zip(flash, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.cat(theirs, dim=2), rtol=1e-5, atol=1e-6)
+
+
 def test_a_cell_equals_packing_that_cell_in_the_whole_model(llama, stored):
     """Against a plain forward pass through a cache in which only that layer packs, from another direction."""
     only = POLICY.bind(2, 32)
     only = replace(only, layers=(LayerPolicy(), only.layers[1]))
-    (found,) = layer_cells(llama, stored, 0, 1, [Variant(only, (range(LENGTH),))], STEPS)
+    (found,) = layer_cells(llama, stored, 0, {1: [Variant(only, (range(LENGTH),))]}, STEPS)[1]
     whole = whole_stack_kl(llama, [(stored, 0)], STEPS)(only)
     assert float(found.kl.mean()) == pytest.approx(whole, rel=0.02)
 
@@ -137,7 +159,7 @@ def test_a_cell_keeps_of_the_answer_what_the_exact_row_says_too(llama, stored):
     prompt = replace(stored.prompts[0], task="number", continuation=answer, scored=9)
     asked = Stored(stored.path, (prompt, stored.prompts[1]))
     rough = CachePolicy(name="k2", block=32, layers=(LayerPolicy(key=Quantizer(bits=2)),)).bind(2, 32)
-    (found,) = layer_cells(llama, asked, 0, 0, [Variant(rough, (range(0), range(LENGTH)))], STEPS)
+    (found,) = layer_cells(llama, asked, 0, {0: [Variant(rough, (range(0), range(LENGTH)))]}, STEPS)[0]
     assert found.kl.shape == (2, 8)
     same = found.same_top1[:, [0, 1, 2, 4, 5, 6, 7]].float().mean(1)
     assert found.kept is not None
