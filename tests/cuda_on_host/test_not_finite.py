@@ -10,7 +10,7 @@ from cuda_cases import Case, unaligned
 from cuda_host import run_on_host
 from not_finite import BAD, CASES, check, infinitely_low, problem, spoiled
 
-from kvdrift.kernels import cuda
+from kvdrift.kernels import cuda, definition
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,19 @@ def test_queries_before_the_first_token(blocks: int) -> None:
     whole = problem(CASES[0], queries=5, lengths=(2, 3), blocks=blocks)
     check("packed blocks", whole, "cpu")
     check("absent blocks", replace(whole, tokens=torch.zeros_like(whole.tokens)), "cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_large_numbers_behind_a_short_block_are_out_of_sight(case: Case) -> None:
+    whole = problem(case, queries=5, lengths=(5, 5))
+    whole.tokens[:] = case.block // 2
+    generator = torch.Generator().manual_seed(6)
+    keys, values = (torch.randn(1, 2, case.block, case.head_dim, generator=generator) for _ in range(2))
+    for tensor in (keys, values):
+        tensor[:, :, case.block // 2 :] *= 1e4
+    blocks = keys.to(case.torch_dtype), values.to(case.torch_dtype)
+    assert definition.seal(*blocks, whole.layout, whole.arena, torch.zeros(1).int()).all()
+    check("large", whole, "cpu")
 
 
 @pytest.mark.parametrize("queries", [1, 5])
