@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_cases import Case, check_attention, check_pages, pairwise, unaligned
+from not_finite import BAD, CASES, check, problem, spoiled
 
 from kvdrift.kernels import cuda, definition
 
@@ -29,6 +30,17 @@ def test_inputs_may_have_any_strides() -> None:
     case = Case("channel4", 64, 3, "token4", 64, "bfloat16", 32, "float16")
     check_pages(case, "cuda", unaligned)
     check_attention(case, "cuda", arrange=unaligned)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("tensor", ["keys", "values"])
+@pytest.mark.parametrize(("queries", "lengths"), [(1, (1, 3)), (5, (37, 5)), (24, (60, 90))])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_token_spoils_only_the_queries_that_see_it(
+    case: Case, queries: int, lengths: tuple[int, ...], tensor: str, bad: str
+) -> None:
+    for what, given in spoiled(problem(case, queries, lengths), tensor, BAD[bad]):
+        check(what, given, "cuda")
 
 
 def test_runs_on_the_current_stream() -> None:

@@ -1,7 +1,7 @@
 // One warp attends to its steps, one after another: online softmax in base 2 (arXiv:2205.14135), float32 throughout.
 // While it works on a step's keys the step's values are on their way, and the reverse.
 #pragma once
-#include "products.h"
+#include "not_finite.h"
 
 // Tokens that a warp takes at once: a whole block when keys are channel-major, else what keeps a step small, since
 // several steps must be under way on each multiprocessor.
@@ -24,6 +24,7 @@ struct Queries {
 struct Pages {
     static constexpr int STEPS = BLOCK / STEP;
     static constexpr int TOKENS = STEP;
+    static constexpr bool FINITE = true;  // what isn't is never packed
     const u8* arena;
     const int *pages, *tokens;
     int blocks, head;
@@ -46,7 +47,7 @@ struct Pages {
     __device__ void stage_values(u8* stage, Step step) const { stage_page<S>(stage, step.page, head, step.first); }
 };
 
-// The exact buffer of one sequence and KV head.
+// The exact buffer of one sequence and KV head, as far as one of the queries here sees it.
 struct Buffer {
     const Input* start;
     i64 token_stride, channel_stride;
@@ -54,8 +55,9 @@ struct Buffer {
 
 struct Tail {
     static constexpr int TOKENS = TAIL_STEP;
+    static constexpr bool FINITE = false;
     Buffer keys, values;
-    int length, queries;
+    int length, last;  // the last query token here sees `length` tokens, the one before it a token less
 
     struct Step {
         int first, tokens;
@@ -66,9 +68,9 @@ struct Tail {
         const int first = index * TAIL_STEP, left = length - first;
         return {first, left < TAIL_STEP ? left : TAIL_STEP};
     }
-    // Row r is query token r / SHARE; the last one sees everything, the one before it a token less.
+    // Row r is query token r / SHARE.
     __device__ int visible(Step step, int row) const {
-        const int left = length - (queries - 1 - row / SHARE) - step.first;
+        const int left = length - (last - row / SHARE) - step.first;
         return left < step.tokens ? left : step.tokens;
     }
     template <class S>
@@ -202,6 +204,10 @@ __device__ void attend(const Source& source, const Queries& queries, int begin, 
         __syncwarp();
         if (step.tokens > 0) score<typename R::Keys>(keys, queries, scores, R::PITCH, weighed);
         __syncwarp();
+        if constexpr (!Source::FINITE) {
+            if (step.tokens > 0) score_again<typename R::Keys>(keys, queries.numbers, scores, R::PITCH);
+            __syncwarp();
+        }
         if (next.tokens > 0) source.template stage_keys<typename R::Keys>(keys, next);
         copies_commit();
         if (step.tokens > 0) softmax.take(source, step, queries.first, scores, R::PITCH, factor);
@@ -212,6 +218,12 @@ __device__ void attend(const Source& source, const Queries& queries, int begin, 
             bool moved = false;
             for (int tile = 0; tile < TILES; tile++) moved |= factor[tile] != 1.0f;
             if (__any_sync(WARP, moved)) result.rescale(factor);
+            if constexpr (!Source::FINITE) {
+                const auto visible = [&](int query) { return source.visible(step, queries.first + query); };
+                const int common = visible(0) > 0 ? visible(0) : 0;  // the first query sees the fewest
+                if (common < step.tokens)
+                    add_apart(result, values, common, step.tokens, scores, R::PITCH, visible);
+            }
             result.add(values, scores, R::PITCH, weighed);
         }
         __syncwarp();

@@ -81,10 +81,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention(
         attend<Key, Value>(source, here, split * WARPS + warp, packed_splits * WARPS, mine);
     } else {
         load_queries<Exact, Tailed>(rows, numbers, sums);
+        const int end = first + QUERIES < queries * SHARE ? first + QUERIES : queries * SHARE, last = (end - 1) / SHARE;
         const Tail source = {
             {keys + sequence * key_sequence + head * key_head, key_token, key_channel},
             {values + sequence * value_sequence + head * value_head, value_token, value_channel},
-            exact_lengths[sequence], queries};
+            exact_lengths[sequence] - (queries - 1 - last), last};
         const int tail_splits = gridDim.x - packed_splits;
         attend<Exact, Exact>(source, here, (split - packed_splits) * WARPS + warp, tail_splits * WARPS, mine);
     }
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention(
         for (int w = 0; w < WARPS; w++) top = fmaxf(top, reinterpret_cast<const float*>(records + w * WARP_BYTES)[end]);
         for (int w = 0; w < WARPS; w++) {
             const float* record = reinterpret_cast<const float*>(records + w * WARP_BYTES);
-            sum += record[end] == NEVER ? 0.0f : exp2f(record[end] - top) * record[i];
+            sum += exp2f(record[end] - top) * record[i];
         }
         out[i] = i == end ? top : sum;
     }
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGERS) merge(
     float sums[EACH] = {};
     for (int split = warp; split < splits; split += MERGERS) {
         const float* record = mine + split * pitch;
-        const float weight = record[HEAD_DIM] == NEVER ? 0.0f : exp2f(record[HEAD_DIM] - top);
+        const float weight = exp2f(record[HEAD_DIM] - top);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             if (lane + 32 * i < RECORD && lane + 32 * i != HEAD_DIM) sums[i] += weight * record[lane + 32 * i];

@@ -90,6 +90,21 @@ struct OverRows {
             }
     }
 
+    // Add one row to query t of one tile, by plain multiplication; for codes that need no scale.
+    __device__ void add_one(const u8* stage, int row, float x, int tile) {
+        static_assert(S::Tensor::FORMAT == EXACT);
+        const Lane lane;
+#pragma unroll
+        for (int column = 0; column < S::COLUMNS; column++) {
+            const Word word = read<S>(stage, row, 8 * column + lane.g);
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                float* sum = sums[column * PAIRS + pair][tile];
+                sum[0] += x * raw<S>(word, 2 * pair, 0), sum[2] += x * raw<S>(word, 2 * pair + 1, 0);
+            }
+        }
+    }
+
     // Multiply each query's results by the factor that its lane 8·query holds.
     __device__ void rescale(const float (&factor)[TILES]) {
 #pragma unroll

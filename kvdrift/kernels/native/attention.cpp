@@ -125,10 +125,8 @@ void merge(const Call &call, const Split &split, int64_t item, const Running *st
     double total = 0;
     for (int64_t i = 0; i < split.runs; i++) {
         const int64_t at = (first + i) * split.rows + row;
-        const double sum = states[at].sum();
-        if (sum == 0) continue;
         const double weight = std::exp2(double(states[at].highest) - highest);
-        total += weight * sum;
+        total += weight * states[at].sum();
         for (int c = 0; c < split.d; c++) out[c] += weight * sums[at * split.d + c];
     }
     for (double &x : out) x /= total;

@@ -117,10 +117,11 @@ INLINE void low_products(const Operand &a, const Factors &f, float *low) {
 
 template <int R>
 INLINE void score(const Side &k, const Factors &query, const float *sum, int tokens, float *scores, int stride) {
-    const Operand &a = k.operand;
+    Operand a = k.operand;
     if (k.channel_major) {
         float low[LONGEST / LANES * ROWS];
         const int group = a.row / a.groups;
+        a.unseen = (a.row - tokens) / group;
         low_products<R>(a, query, low);
         for (int g = 0; g < a.groups; g++)
             for (int r = 0; r < R; r++)

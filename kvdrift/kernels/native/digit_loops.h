@@ -117,12 +117,17 @@ void weighted_digits(const Operand &a, const Factors &f, int rows, float *out, i
     alignas(64) uint8_t digits[(Grouped ? LONGEST / LANES : 1) * R * LONGEST * 4];
     const int64_t digits_row = 4 * a.rows, digits_group = R * digits_row;
     const int groups = Grouped ? a.groups : 1;
-    f32x16 largest = {};
-    for (int i = 0; i < groups * a.rows; i += LANES) largest = max(largest, load<f32x16>(a.scale + i));
+    f32x16 largest = {};  // of the scales that count: what nobody sees mustn't make the digits coarse
+    for (int g = 0; g < groups - a.unseen; g++) {
+        const float *scale = a.scale + g * a.rows;
+        int i = 0;
+        for (; i + LANES <= rows; i += LANES) largest = max(largest, load<f32x16>(scale + i));
+        for (; i < rows; i++) largest = max(largest, broadcast(scale[i]));
+    }
     const float most = fold(largest, Max());
     float unit[R], per_unit[R];
     for (int r = 0; r < R; r++) unit[r] = unit_of(most * f.most[r]), per_unit[r] = 1 / unit[r];
-    for (int g = 0; g < groups; g++)
+    for (int g = 0; g < groups; g++)  // out of sight this may overflow: NaN becomes zero digits
         for (int i = 0; i < a.rows; i += LANES) {
             const f32x16 scale = load<f32x16>(a.scale + g * a.rows + i);
 #pragma GCC unroll 4

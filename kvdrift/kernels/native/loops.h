@@ -22,6 +22,7 @@ struct Operand {
     int rows, row, groups;
     const float *scale, *low;
     int64_t ahead;  // bytes from here to the codes that are read next, fetched meanwhile; 0 if there are none
+    int unseen = 0;  // the last groups of a row, if nobody sees their elements: what comes out for them is ignored
 };
 
 // What the codes are multiplied by: R rows, and the largest magnitude of each.
