@@ -86,12 +86,12 @@ INLINE __m512i four_extremes(const uint8_t *from, int64_t token_bytes, int group
 }
 
 // Extremes of per-token groups.
-template <int32_t D>
-INLINE void tokens_extremes(const TensorSpec &s, const uint8_t *from, int64_t token_bytes, const Groups &w) {
+template <int32_t D, int Group>  // 0 where it isn't known ahead
+void tokens_extremes(const TensorSpec &s, const uint8_t *from, int64_t token_bytes, const Groups &w) {
     const auto halves = [](__m512i a, __m512i b) {
         return _mm512_max_epi16(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
     };
-    const int group = s.group();
+    const int group = Group ? Group : s.group();
     for (int g = 0; g < s.groups; g++)
         for (int t = 0; t < s.rows; t += 16) {
             const uint8_t *at = from + t * token_bytes + 2 * g * group;
@@ -262,7 +262,10 @@ INLINE void channel_words(const TensorSpec &s, const uint8_t *from, int64_t toke
 
 template <int32_t D>
 void word_extremes(const TensorSpec &s, const uint8_t *from, int64_t token_bytes, const Groups &w) {
-    if (!s.channel_major) return tokens_extremes<D>(s, from, token_bytes, w);
+    if (!s.channel_major)
+        return (s.group() == 64    ? tokens_extremes<D, 64>
+                : s.group() == 128 ? tokens_extremes<D, 128>
+                                   : tokens_extremes<D, 0>)(s, from, token_bytes, w);
     int c = 0;
     for (; c + 2 * WORDS <= s.rows; c += 2 * WORDS) channel_extremes<D, 2>(s, from, token_bytes, c, w);
     for (; c < s.rows; c += WORDS) channel_extremes<D, 1>(s, from, token_bytes, c, w);
