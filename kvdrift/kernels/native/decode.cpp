@@ -88,7 +88,8 @@ extern "C" void kvdrift_unseal(const BlockSpec *spec, const uint8_t *arena, cons
 
 extern "C" void kvdrift_checksum(const uint8_t *arena, int64_t page_bytes, const int32_t *pages, int64_t blocks,
                                  uint64_t *sums, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (blocks > 1)
+    threads = worth(threads, blocks * page_bytes, 1 << 18);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++)
         sums[block] = payload_sum(arena + pages[block] * page_bytes, page_bytes);
 }
@@ -96,7 +97,8 @@ extern "C" void kvdrift_checksum(const uint8_t *arena, int64_t page_bytes, const
 // A header ends with the checksum.
 extern "C" void kvdrift_label(uint8_t *arena, int64_t page_bytes, const int32_t *pages, int64_t blocks,
                               const uint8_t *headers, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (blocks > 1)
+    threads = worth(threads, blocks * page_bytes, 1 << 18);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
         uint8_t *page = arena + pages[block] * page_bytes;
         const uint64_t sum = payload_sum(page, page_bytes);

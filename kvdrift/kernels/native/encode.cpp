@@ -226,7 +226,8 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
     const int64_t heads = b.kv_heads;
     const auto seal = dtype == FLOAT32 ? seal_tensor<FLOAT32> : dtype == FLOAT16 ? seal_tensor<FLOAT16> : seal_tensor<BFLOAT16>;
     std::memset(fits, 1, blocks);
-#pragma omp parallel num_threads(threads) if (blocks * heads > 1)
+    threads = worth(threads, blocks * heads * 2 * b.block * b.head_dim, 1 << 17);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         static thread_local Floats scratch;
 #pragma omp for schedule(static)
