@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from kvdrift.layout import HEADER_BYTES, BlockLayout
@@ -55,23 +55,21 @@ class BlockRejected(ValueError):
     """A block whose header or payload isn't what the worker expects."""
 
 
-def headers(
-    identity: Identity,
-    layer: int,
-    layout: BlockLayout,
-    starts: Sequence[int],
-    tokens: Sequence[int],
-    checksums: Int64[Tensor, "blocks"],
-) -> UInt8[Tensor, "blocks 64"]:
-    """Headers of sealed blocks, on the checksums' device."""
-    records = np.zeros(len(starts), dtype=HEADER)
-    records["magic"], records["layer"] = MAGIC, layer
-    records["key_group"], records["value_group"] = _group(layout.key), _group(layout.value)
-    records["start"], records["tokens"] = starts, tokens
+def header(identity: Identity, layer: int, layout: BlockLayout) -> np.ndarray:
+    """What the headers of all blocks of one layer have in common: one record, without first position and checksum."""
+    record = np.zeros(1, dtype=HEADER)
+    record["magic"], record["layer"], record["tokens"] = MAGIC, layer, layout.block
+    record["key_group"], record["value_group"] = _group(layout.key), _group(layout.value)
     for name, digest in identity.digests().items():
-        records[name] = digest
-    records["checksum"] = checksums.cpu().numpy().view(np.uint64)
-    return torch.from_numpy(records.view(np.uint8).reshape(-1, HEADER_BYTES)).to(checksums.device)
+        record[name] = digest
+    return record
+
+
+def headers(common: np.ndarray, starts: Sequence[int]) -> UInt8[Tensor, "blocks 64"]:
+    """Headers of blocks that begin at these positions, complete but for their checksums."""
+    records = common.repeat(len(starts))
+    records["start"] = starts
+    return torch.from_numpy(records.view(np.uint8).reshape(-1, HEADER_BYTES))
 
 
 def check(

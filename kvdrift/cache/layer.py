@@ -153,7 +153,7 @@ class PackedLayer(CacheLayerMixin):
         if self.sequences is None:
             return {"exact": self.dense, "rollback": [], "tables": real}
         held = self.sequences
-        tables = [held.pages, held.tokens, held.exact_lengths, *real]
+        tables = [held.tables.both, held.exact_lengths, *real]
         return {"exact": [held.keys, held.values], "rollback": held.shadows, "tables": tables}
 
     # -- taking tokens in ------------------------------------------------------------------------------------------

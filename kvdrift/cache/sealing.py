@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvdrift.cache.block import Identity, headers
+from kvdrift.cache.block import Identity, header, headers
 from kvdrift.cache.pool import BlockPool
 from kvdrift.kernels import dispatch
-from kvdrift.layout import HEADER_BYTES, BlockLayout
+from kvdrift.layout import BlockLayout
 from kvdrift.policy import CachePolicy
 
 HELD = -1
@@ -36,6 +38,11 @@ class Binding:
     policy: CachePolicy
     layout: BlockLayout
     identity: Identity
+
+    @cached_property
+    def header(self) -> np.ndarray:
+        """What the headers of its pages have in common."""
+        return header(self.identity, self.index, self.layout)
 
 
 def seal(
@@ -62,12 +69,10 @@ def seal(
 
 
 def _to_pages(binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor, values: Tensor) -> list[int]:
-    layout, backend = binding.layout, dispatch.backend(keys.device)
+    backend = dispatch.backend(keys.device)
     taken = pool.take(len(starts))
     at = torch.tensor(taken, dtype=torch.int32, device=keys.device)
-    fits = backend.seal(keys, values, layout, pool.arena, at).tolist()
-    checksums = backend.checksum(pool.arena, at)
-    tokens = [layout.block] * len(starts)
-    pool.arena[at.long(), :HEADER_BYTES] = headers(binding.identity, binding.index, layout, starts, tokens, checksums)
+    fits = backend.seal(keys, values, binding.layout, pool.arena, at).tolist()
+    backend.label(pool.arena, at, headers(binding.header, starts))
     pool.release(page for page, ok in zip(taken, fits, strict=True) if not ok)
     return [page if ok else HELD for page, ok in zip(taken, fits, strict=True)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvdrift.cache.pool import BlockPool
 from kvdrift.cache.sealing import HELD, Binding, Segment, seal
+from kvdrift.cache.tables import Tables
 from kvdrift.kernels import dispatch
 
 
@@ -126,10 +126,8 @@ class Sequences:
         """Seal the oldest due block of every sequence that has one, until none has."""
         block = self.policy.block
         while due := [s for s in range(len(self.exact)) if self.due(s)]:
-            spans = [slice(self.held[s], self.held[s] + block) for s in due]
-            keys, values = (
-                torch.stack([x[s, :, at] for s, at in zip(due, spans, strict=True)]) for x in (self.keys, self.values)
-            )
+            keys, values = (self._oldest(x, due) for x in (self.keys, self.values))
+            packed = {}
             for i, (s, segment) in enumerate(zip(due, self._seal(due, keys, values), strict=True)):
                 self.segments[s].append(segment)
                 self._keep_shadow(s, keys[i], values[i])
@@ -138,14 +136,25 @@ class Sequences:
                     self._make_room(self.held[s] + self.policy.residual_window + block)
                 else:
                     self._move(s, self.held[s] + block, self.held[s])
-            self._write_tables()
+                    packed[s] = (segment.page, segment.tokens)
+                self.exact_lengths[s] = self.exact[s]
+            self.tables.append(packed)
         self._drop_room()
+
+    def _oldest(
+        self, buffer: Float[Tensor, "batch kv_heads _ head_dim"], rows: Sequence[int]
+    ) -> Float[Tensor, "rows kv_heads block head_dim"]:
+        """The oldest block of these sequences' tails; where they lie side by side they aren't copied."""
+        spans = [slice(self.held[s], self.held[s] + self.policy.block) for s in rows]
+        if len(rows) == len(buffer) and all(span == spans[0] for span in spans):
+            return buffer[:, :, spans[0]]
+        return torch.stack([buffer[s, :, span] for s, span in zip(rows, spans, strict=True)])
 
     def attend(
         self, query: Float[Tensor, "batch query_heads new head_dim"], scaling: float
     ) -> Float[Tensor, "batch query_heads new head_dim"]:
         """Attention of the newest `new` tokens over all pages and the exact tokens up to each query's own."""
-        tables = (self.pages, self.tokens, self.keys, self.values, self.exact_lengths)
+        tables = (self.tables.pages, self.tables.tokens, self.keys, self.values, self.exact_lengths)
         answer: Tensor = self.backend.decode_attention(query, self.layout, self.pool.arena, *tables, scaling)
         return answer
 
@@ -250,8 +259,9 @@ class Sequences:
     def _move(self, s: int, start: int, to: int) -> None:
         """Move the exact tokens from `start` on to `to`."""
         end = self.exact[s]
-        for buffer in (self.keys, self.values):
-            buffer[s, :, to : to + end - start] = buffer[s, :, start:end].clone()
+        if start < end:
+            for buffer in (self.keys, self.values):
+                buffer[s, :, to : to + end - start] = buffer[s, :, start:end].clone()
         self.exact[s] += to - start
 
     def _keep_shadow(self, s: int, keys: Tensor, values: Tensor) -> None:
@@ -274,12 +284,8 @@ class Sequences:
         return self.ranges is None or start in self.ranges[s]
 
     def _write_tables(self) -> None:
-        live = [[segment for segment in row if segment.page != HELD] for row in self.segments]
-        columns = list(zip_longest(*live, fillvalue=Segment(0, 0, 0)))
-        shape = (len(columns), len(live))
-        pages = torch.tensor([[x.page for x in column] for column in columns], dtype=torch.int32).view(shape)
-        tokens = torch.tensor([[x.tokens for x in column] for column in columns], dtype=torch.int32).view(shape)
-        self.pages, self.tokens = (x.t().contiguous().to(self.keys.device) for x in (pages, tokens))
+        live = [[(x.page, x.tokens) for x in row if x.page != HELD] for row in self.segments]
+        self.tables = Tables(live, self.keys.device)
         self.exact_lengths = torch.tensor(self.exact, dtype=torch.int32, device=self.keys.device)
 
 

@@ -42,6 +42,7 @@ def library() -> ctypes.CDLL:
         "seal": (pointer, pointer, pointer, pointer, number, pointer, pointer, count, pointer, number),
         "unseal": (pointer, pointer, pointer, count, number, pointer, pointer, number),
         "checksum": (pointer, count, pointer, count, pointer, number),
+        "label": (pointer, count, pointer, count, pointer, number),
         "decode_attention": (pointer,),
     }.items():
         function = getattr(kernels, f"kvdrift_{name}")

@@ -95,6 +95,14 @@ def checksum(arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blo
     return sums
 
 
+def label(
+    arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blocks"], headers: UInt8[Tensor, "blocks 64"]
+) -> None:
+    """As `definition.label`."""
+    sums = checksum(arena, pages)[:, None].view(torch.uint8)
+    arena[pages.long(), :HEADER_BYTES] = torch.cat([headers[:, : -sums.shape[1]].to(arena.device), sums], dim=1)
+
+
 def decode_attention(
     query: Float[Tensor, "sequences query_heads queries head_dim"],
     layout: BlockLayout,

@@ -1,6 +1,6 @@
-"""What the kernels mean, in plain torch: seal blocks into pages, unseal them, check them, and attend to them.
+"""What the kernels mean, in plain torch: seal blocks into pages, label, unseal and check them, and attend to them.
 
-`native` and `cuda` have the same four functions. Their codes, scales and lows equal these bit for bit; their attention
+`native` and `cuda` have the same five functions. Their codes, scales and lows equal these bit for bit; their attention
 is held to float64 attention over the decoded values. Nothing here is meant to be fast.
 """
 
@@ -50,6 +50,14 @@ def checksum(arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blo
     words = arena[pages.long(), HEADER_BYTES:].contiguous().view(torch.int32).long() & 0xFFFFFFFF
     index = torch.arange(1, words.shape[1] + 1, device=words.device)
     return (((words * index).sum(-1) & 0xFFFFFFFF) << 32) | (words.sum(-1) & 0xFFFFFFFF)
+
+
+def label(
+    arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blocks"], headers: UInt8[Tensor, "blocks 64"]
+) -> None:
+    """Write each page's header before its payload; the last 8 of its 64 bytes become the payload's checksum."""
+    sums = checksum(arena, pages)[:, None].view(torch.uint8)
+    arena[pages.long(), :HEADER_BYTES] = torch.cat([headers[:, : -sums.shape[1]].to(arena.device), sums], dim=1)
 
 
 def decode_attention(

@@ -1,4 +1,4 @@
-"""Choose the kernels for a device: `cuda`, `native`, or the torch `definition`, all with the same four functions."""
+"""Choose the kernels for a device: `cuda`, `native`, or the torch `definition`, all with the same five functions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class BackendError(ValueError):
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module whose `seal`, `unseal`, `checksum` and `decode_attention` run on `device`.
+    """The module whose `seal`, `label`, `unseal`, `checksum` and `decode_attention` run on `device`.
 
     `KVDRIFT_BACKEND` overrides the choice. What can't run here (no compiler, no GPU) is replaced by the definition,
     with one warning that names what is missing. Raises BackendError on an unknown name.
     """
-    return importlib.import_module(f"kvdrift.kernels.{name(device)}")
+    return _module(name(device))
 
 
 def name(device: torch.device) -> str:
@@ -37,6 +37,11 @@ def name(device: torch.device) -> str:
 def build_id(device: torch.device) -> str:
     """12 hex digits over what decides the kernels' code: sources, flags and compiler; block headers carry it."""
     return _build_id(name(device))
+
+
+@functools.cache
+def _module(chosen: str) -> ModuleType:
+    return importlib.import_module(f"kvdrift.kernels.{chosen}")
 
 
 @functools.cache

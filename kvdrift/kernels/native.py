@@ -1,6 +1,6 @@
 """The kernels on a CPU: C++ from `native/`, compiled on first use for this machine and called through ctypes.
 
-The four functions mean what they mean in `definition`. Codes, scales and lows are equal bit for bit; attention is
+The five functions mean what they mean in `definition`. Codes, scales and lows are equal bit for bit; attention is
 accumulated in float32 over runs of at most 32 blocks (where the CPU has VNNI, codes are multiplied as bytes, by factors
 of 24 bits), and stays within 1e-5 · max|v| of float64 attention over the
 decoded values, before it is rounded to the query's dtype.
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvdrift.kernels.compiler import NativeUnavailable, library
 from kvdrift.layout import BlockLayout, TensorLayout
 
-__all__ = ["NativeUnavailable", "checksum", "decode_attention", "seal", "unseal"]
+__all__ = ["NativeUnavailable", "checksum", "decode_attention", "label", "seal", "unseal"]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 KINDS = {"uniform": 1, "fp8_e4m3": 2}
@@ -110,7 +110,7 @@ def seal(
     if values.dtype != keys.dtype:
         raise TypeError(f"keys are {keys.dtype} and values {values.dtype}; a block has one dtype")
     (keys, key_strides), (values, value_strides), pages = _rows(keys), _rows(values), pages.contiguous()
-    fits = torch.empty(len(pages), dtype=torch.bool)
+    fits = torch.empty(pages.shape[0], dtype=torch.bool)
     library().kvdrift_seal(
         _spec(layout)[1],
         keys.data_ptr(),
@@ -119,7 +119,7 @@ def seal(
         dtype,
         arena.data_ptr(),
         pages.data_ptr(),
-        len(pages),
+        pages.shape[0],
         fits.data_ptr(),
         torch.get_num_threads(),
     )
@@ -131,13 +131,13 @@ def unseal(
 ) -> tuple[Float[Tensor, "blocks kv_heads block head_dim"], Float[Tensor, "blocks kv_heads block head_dim"]]:
     """Decoded keys and values in float32, as `definition.unseal` gives them."""
     pages = pages.contiguous()
-    shape = (len(pages), layout.kv_heads, layout.block, layout.head_dim)
+    shape = (pages.shape[0], layout.kv_heads, layout.block, layout.head_dim)
     keys, values = torch.empty(shape), torch.empty(shape)
     library().kvdrift_unseal(
         _spec(layout)[1],
         arena.data_ptr(),
         pages.data_ptr(),
-        len(pages),
+        pages.shape[0],
         DTYPES[dtype],
         keys.data_ptr(),
         values.data_ptr(),
@@ -149,16 +149,31 @@ def unseal(
 def checksum(arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blocks"]) -> Int64[Tensor, "blocks"]:
     """64-bit checksum of each page's payload, as `definition.checksum` gives it."""
     pages = pages.contiguous()
-    sums = torch.empty(len(pages), dtype=torch.int64)
+    sums = torch.empty(pages.shape[0], dtype=torch.int64)
     library().kvdrift_checksum(
         arena.data_ptr(),
         arena.shape[1],
         pages.data_ptr(),
-        len(pages),
+        pages.shape[0],
         sums.data_ptr(),
         torch.get_num_threads(),
     )
     return sums
+
+
+def label(
+    arena: UInt8[Tensor, "pages page_bytes"], pages: Int32[Tensor, "blocks"], headers: UInt8[Tensor, "blocks 64"]
+) -> None:
+    """Headers with their checksums before the payloads, as `definition.label` writes them."""
+    pages, headers = pages.contiguous(), headers.contiguous()
+    library().kvdrift_label(
+        arena.data_ptr(),
+        arena.shape[1],
+        pages.data_ptr(),
+        pages.shape[0],
+        headers.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 def decode_attention(

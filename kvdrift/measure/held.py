@@ -34,7 +34,7 @@ def reconcile(stored: Stored, policy: CachePolicy, shape: CacheShape) -> dict[st
         sequences = Sequences(binding, pool, keys)
         sequences.fill([(keys[0], values[0])])
         escalated += sum(segment.page < 0 for segment in sequences.segments[0])
-        tables = [sequences.pages, sequences.tokens, sequences.exact_lengths]
+        tables = [sequences.tables.both, sequences.exact_lengths]
         held += [pool.arena, sequences.keys, sequences.values, *sequences.shadows, *tables]
     held_bytes = sum(t.untyped_storage().nbytes() for t in held)
     exact_bytes = escalated * policy.block * shape.token_bytes

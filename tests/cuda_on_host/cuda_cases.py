@@ -117,7 +117,7 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 def check_pages(case: Case, device: str, arrange: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-    """seal, unseal and checksum equal the definition's on a CPU, byte for byte."""
+    """seal, label, unseal and checksum equal the definition's on a CPU, byte for byte."""
     layout = case.layout()
     keys, values = arrange(awkward_blocks(case, 2)), awkward_blocks(case, 2, seed=1)
     pages = torch.randperm(15, generator=torch.Generator().manual_seed(2))[: len(keys)].int()
@@ -140,6 +140,10 @@ def check_pages(case: Case, device: str, arrange: Callable[[Tensor], Tensor] = l
     ):
         assert torch.equal(ours.cpu().view(torch.int32), meant.contiguous().view(torch.int32))
     assert torch.equal(cuda.checksum(arena, kept.to(device)).cpu(), definition.checksum(expected, kept))
+    headers = torch.arange(HEADER_BYTES, dtype=torch.uint8).repeat(len(kept), 1)
+    cuda.label(arena, kept.to(device), headers)
+    definition.label(expected, kept, headers)
+    assert torch.equal(arena.cpu(), expected)
 
 
 def check_attention(

@@ -101,6 +101,17 @@ def test_a_checksum_is_a_sum_by_hand_and_sees_bytes_that_change_or_trade_places(
         assert definition.checksum(other, pages)[1] == before[1]
 
 
+def test_a_label_is_a_header_that_ends_with_the_checksum() -> None:
+    layout = block_layout(LayerPolicy(KEYS[1], VALUES[1]), 32, 2, 16, 4)
+    arena, pages, _ = sealed(layout, random(2, 2, 32, 16), random(2, 2, 32, 16, seed=1))
+    headers, labelled = torch.randint(0, 256, (2, HEADER_BYTES), dtype=torch.uint8), arena.clone()
+    definition.label(labelled, pages, headers)
+    at, sums = pages.long(), definition.checksum(arena, pages).view(-1, 1).view(torch.uint8)
+    assert torch.equal(labelled[at, :HEADER_BYTES], torch.cat([headers[:, :-8], sums], dim=1))
+    labelled[at, :HEADER_BYTES] = arena[at, :HEADER_BYTES]
+    assert torch.equal(labelled, arena)
+
+
 @settings(max_examples=40)
 @given(
     sequences=st.integers(1, 3),

@@ -122,6 +122,10 @@ def test_pages_equal_the_definition(
         keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     arena, pages, fits = seal_both(keys, values, shape)
     assert torch.equal(native.checksum(arena, pages), definition.checksum(arena, pages))
+    headers, labelled = torch.randint(0, 256, (3, 64), dtype=torch.uint8), [arena.clone() for _ in range(2)]
+    native.label(labelled[0], pages, headers)
+    definition.label(labelled[1], pages, headers)
+    assert torch.equal(*labelled)
     pages = pages[fits]
     for ours, theirs in zip(
         native.unseal(shape, arena, pages, dtype), definition.unseal(shape, arena, pages, dtype), strict=True

@@ -43,6 +43,16 @@ void code_row(const TensorSpec &s, const uint8_t *codes, const uint8_t *scales, 
     }
 }
 
+uint64_t payload_sum(const uint8_t *page, int64_t page_bytes) {
+    uint32_t plain = 0, weighted = 0;
+    for (int64_t i = 0; i < (page_bytes - HEADER_BYTES) / 4; i++) {
+        uint32_t word;
+        std::memcpy(&word, page + HEADER_BYTES + 4 * i, 4);
+        plain += word, weighted += uint32_t(i + 1) * word;
+    }
+    return uint64_t(weighted) << 32 | plain;
+}
+
 }  // namespace
 
 void decode_block(const TensorSpec &s, const uint8_t *page, int64_t head, int32_t dtype, float *out, int64_t stride) {
@@ -78,16 +88,21 @@ extern "C" void kvdrift_unseal(const BlockSpec *spec, const uint8_t *arena, cons
 
 extern "C" void kvdrift_checksum(const uint8_t *arena, int64_t page_bytes, const int32_t *pages, int64_t blocks,
                                  uint64_t *sums, int32_t threads) {
-    const int64_t words = (page_bytes - HEADER_BYTES) / 4;
-#pragma omp parallel for num_threads(threads) if (blocks > 1)
+    threads = worth(threads, blocks * page_bytes, 1 << 18);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++)
+        sums[block] = payload_sum(arena + pages[block] * page_bytes, page_bytes);
+}
+
+// A header ends with the checksum.
+extern "C" void kvdrift_label(uint8_t *arena, int64_t page_bytes, const int32_t *pages, int64_t blocks,
+                              const uint8_t *headers, int32_t threads) {
+    threads = worth(threads, blocks * page_bytes, 1 << 18);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
-        const uint8_t *payload = arena + pages[block] * page_bytes + HEADER_BYTES;
-        uint32_t plain = 0, weighted = 0;
-        for (int64_t i = 0; i < words; i++) {
-            uint32_t word;
-            std::memcpy(&word, payload + 4 * i, 4);
-            plain += word, weighted += uint32_t(i + 1) * word;
-        }
-        sums[block] = uint64_t(weighted) << 32 | plain;
+        uint8_t *page = arena + pages[block] * page_bytes;
+        const uint64_t sum = payload_sum(page, page_bytes);
+        std::memcpy(page, headers + block * HEADER_BYTES, HEADER_BYTES - sizeof sum);
+        std::memcpy(page + HEADER_BYTES - sizeof sum, &sum, sizeof sum);
     }
 }

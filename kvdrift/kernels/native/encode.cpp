@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "tile.h"
+#include "words.h"
 
 namespace kvdrift {
 namespace {
@@ -11,11 +12,6 @@ constexpr int WIDEST_ROW = 1024;  // of those that are read in whole lanes
 struct Strided {
     const uint8_t *data;
     int64_t block, head, token;  // bytes
-};
-
-// Four of [groups][rows, padded to whole lanes] float32: what a group holds, and what its codes are made with.
-struct Groups {
-    float *smallest, *highest, *divisor, *base;
 };
 
 void store_scale(uint8_t *to, f32x16 x, bool half, int n) {
@@ -40,7 +36,8 @@ bool store_steps(const TensorSpec &s, uint8_t *page, int64_t head, const Groups 
             const Step step =
                 s.kind == UNIFORM ? uniform_step(lo, hi, levels, half, scale) : float8_step(lo, hi, half, scale);
             bad |= step.bad;
-            store(&w.divisor[at], step.divisor), store(&w.base[at], step.base);
+            store(&w.divisor[at], step.divisor), store(&w.reciprocal[at], 1.0f / step.divisor);
+            store(&w.base[at], step.base);
             store_scale(page + s.stored_offset(s.scales, head) + offset, scale, half, s.rows - r);
             if (s.kind == UNIFORM)
                 store_scale(page + s.stored_offset(s.lows, head) + offset, step.base, half, s.rows - r);
@@ -64,8 +61,8 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const G
     int64_t group_of[WIDEST_ROW / LANES];
     for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
     for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
-        const float *divisors = &w.divisor[t], *bases = &w.base[t];
-        const Divisor only_divisor = Code::divisor(broadcast(divisors[0]));
+        const float *divisors = &w.divisor[t], *reciprocals = &w.reciprocal[t], *bases = &w.base[t];
+        const Divisor only_divisor = {broadcast(divisors[0]), broadcast(reciprocals[0])};
         const f32x16 only_base = broadcast(bases[0]);
         for (int i = 0; i < plane; i += LANES) {
             i32x16 bytes = {};
@@ -74,8 +71,9 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const G
                 const int e = p * plane + i;
                 const int64_t at = Aligned ? group_of[e / LANES] : 0;
                 const Divisor divisor = OneGroup  ? only_divisor
-                                        : Aligned ? Code::divisor(broadcast(divisors[at]))
-                                                  : Code::divisor(along_row(divisors, padded, e, group, s.row));
+                                        : Aligned ? Divisor{broadcast(divisors[at]), broadcast(reciprocals[at])}
+                                                  : Divisor{along_row(divisors, padded, e, group, s.row),
+                                                            along_row(reciprocals, padded, e, group, s.row)};
                 const f32x16 base = OneGroup  ? only_base
                                     : Aligned ? broadcast(bases[at])
                                               : along_row(bases, padded, e, group, s.row);
@@ -104,8 +102,9 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
             Divisor divisor[P];
             f32x16 base[P];
             const auto steps_at = [&](int p, int t) {
-                divisor[p] = Code::divisor(load<f32x16>(&w.divisor[t / group * stride + c]));
-                base[p] = load<f32x16>(&w.base[t / group * stride + c]);
+                const int64_t at = t / group * stride + c;
+                divisor[p] = {load<f32x16>(&w.divisor[at]), load<f32x16>(&w.reciprocal[at])};
+                base[p] = load<f32x16>(&w.base[at]);
             };
             for (int p = 0; p < P; p++) steps_at(p, p * plane + first);
             i32x16 words[4] = {};
@@ -129,12 +128,10 @@ void channel_codes(const TensorSpec &s, const float *tile, int64_t stride, const
 template <int Bits, bool Half>
 struct Uniform {
     static constexpr int32_t above = ROUNDED;
-    static INLINE Divisor divisor(f32x16 x) { return {x, Half ? 1.0f / x : x}; }
     static INLINE i32x16 of(f32x16 x, Divisor by, f32x16 base) { return uniform_code<Bits, Half>(x, by, base); }
 };
 struct Float8 {
     static constexpr int32_t above = 0;
-    static INLINE Divisor divisor(f32x16 x) { return {x, x}; }
     static INLINE i32x16 of(f32x16 x, Divisor by, f32x16 base) { return float8_code(x, by, base); }
 };
 
@@ -166,16 +163,31 @@ bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, u
     return !any(bad);
 }
 
+// A store that misses holds up all that follow it.
+INLINE void fetch_to_write(const uint8_t *to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1);
+}
+
 template <int32_t D>
-bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, uint8_t *page,
-                 int64_t head, Floats &scratch) {
+bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, int64_t ahead,
+                 uint8_t *page, int64_t head, Floats &scratch) {
     uint8_t *to = s.codes_of(page, head);
     if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, to);
-    for (int64_t i = 0; i < int64_t(s.rows) * s.row_bytes; i += 64) __builtin_prefetch(to + i, 1);
+    fetch_to_write(to, int64_t(s.rows) * s.row_bytes);
+    fetch_to_write(page + s.stored_offset(s.scales, head), int64_t(s.groups) * s.rows * s.scale_bytes);
+    if (s.kind == UNIFORM) fetch_to_write(page + s.stored_offset(s.lows, head), int64_t(s.groups) * s.rows * s.scale_bytes);
     const int64_t stride = round_up(b.head_dim, LANES), padded = round_up(s.rows, LANES);
     const int64_t values = b.block * stride, each = s.groups * padded;
-    float *tile = scratch.room(values + 4 * each), *to_groups = tile + values;
-    const Groups w = {to_groups, to_groups + each, to_groups + 2 * each, to_groups + 3 * each};
+    float *tile = scratch.room(values + 5 * each), *to_groups = tile + values;
+    const Groups w = {to_groups, to_groups + each, to_groups + 2 * each, to_groups + 3 * each, to_groups + 4 * each};
+#ifdef KVDRIFT_VNNI
+    if (D != FLOAT32 && whole_words(s)) {
+        word_extremes<D>(s, data, token_bytes, w);
+        const bool fits = store_steps(s, page, head, w, padded);
+        word_codes<D>(s, data, token_bytes, ahead, w, to);
+        return fits;
+    }
+#endif
     if (padded != s.rows) std::fill(w.smallest, w.divisor, 0.0f);
     const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride};
     const bool finite = s.channel_major
@@ -214,7 +226,8 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
     const int64_t heads = b.kv_heads;
     const auto seal = dtype == FLOAT32 ? seal_tensor<FLOAT32> : dtype == FLOAT16 ? seal_tensor<FLOAT16> : seal_tensor<BFLOAT16>;
     std::memset(fits, 1, blocks);
-#pragma omp parallel num_threads(threads) if (blocks * heads > 1)
+    threads = worth(threads, blocks * heads * 2 * b.block * b.head_dim, 1 << 17);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         static thread_local Floats scratch;
 #pragma omp for schedule(static)
@@ -222,9 +235,14 @@ extern "C" void kvdrift_seal(const BlockSpec *spec, const uint8_t *keys, const u
             const int64_t head = item / blocks, block = item % blocks;
             uint8_t *page = arena + pages[block] * b.page_bytes;
             bool ok = true;
+            const uint8_t *data[3] = {};
+            for (int i = 0; i < 3; i++) {
+                const Strided &in = inputs[i % 2];
+                const int64_t at = std::min(item + i / 2, blocks * heads - 1);
+                data[i] = in.data + at % blocks * in.block + at / blocks * in.head;
+            }
             for (int i = 0; i < 2; i++)
-                ok &= seal(i ? b.value : b.key, b, inputs[i].data + block * inputs[i].block + head * inputs[i].head,
-                           inputs[i].token, page, head, scratch);
+                ok &= seal(i ? b.value : b.key, b, data[i], inputs[i].token, data[i + 1] - data[i], page, head, scratch);
             if (!ok) __atomic_store_n(fits + block, uint8_t(0), __ATOMIC_RELAXED);
             if (head == 0) zero_gaps(b, page);
         }

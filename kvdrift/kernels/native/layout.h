@@ -1,5 +1,6 @@
 // The byte layout of a page, as kvdrift/layout.py computes it. native.py mirrors these structs with ctypes.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,6 +13,11 @@ constexpr int64_t HEADER_BYTES = 64;
 
 inline int64_t bytes_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// Waking a thread takes microseconds, so each gets some microseconds' work: that of `least` bytes or elements.
+inline int32_t worth(int32_t threads, int64_t work, int64_t least) {
+    return int32_t(std::max<int64_t>(1, std::min<int64_t>(threads, work / least)));
+}
 
 // One tensor of a block. A row is one channel's tokens when channel_major, else one token's channels.
 struct TensorSpec {
