@@ -78,24 +78,34 @@ class Sequences:
     # -- taking tokens in ------------------------------------------------------------------------------------------
 
     def fill(self, rows: Sequence[tuple[Float[Tensor, "kv_heads _ d"], Float[Tensor, "kv_heads _ d"]]]) -> None:
-        """All tokens of every (still empty) sequence at once: seal what is due, keep the rest exact."""
-        for s, (keys, values) in enumerate(rows):
-            self._fill_row(s, keys, values)
+        """All tokens of every (still empty) sequence at once: seal what is due, in one go, keep the rest exact."""
+        aged = [self._aged(s, *row) for s, row in enumerate(rows)]
+        due = [s for s, (keys, _) in enumerate(aged) for _ in keys]
+        if due:
+            found = [own for own in aged if len(own[0])]
+            keys, values = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
+            for s, segment in zip(due, self._seal(due, keys, values), strict=True):
+                self.segments[s].append(segment)
+        for s, row in enumerate(rows):
+            self._keep(s, *row, *aged[s])
         self._write_tables()
 
-    def _fill_row(self, s: int, keys: Tensor, values: Tensor) -> None:
+    def _aged(self, s: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks to seal of a sequence that is given these tokens, [blocks, kv_heads, block, d]; maybe none."""
         sinks, block, blocks = self.policy.sink_tokens, self.policy.block, self.due(s, keys.shape[1])
-        end = sinks + blocks * block
+        keys, values = (x[:, sinks : sinks + blocks * block] for x in (keys, values))
+        return keys.unflatten(1, (blocks, block)).transpose(0, 1), values.unflatten(1, (blocks, block)).transpose(0, 1)
+
+    def _keep(self, s: int, keys: Tensor, values: Tensor, aged_keys: Tensor, aged_values: Tensor) -> None:
+        """Keep exact what of a sequence isn't in pages: sinks, blocks that are held, the tail."""
+        sinks, block = self.policy.sink_tokens, self.policy.block
+        end = sinks + len(aged_keys) * block
         kept = [(keys[:, :sinks], values[:, :sinks])]
-        if blocks:
-            aged_keys, aged_values = (
-                x[:, sinks:end].unflatten(1, (blocks, block)).transpose(0, 1) for x in (keys, values)
-            )
-            self.segments[s] = self._seal([s] * blocks, aged_keys, aged_values)
-            kept += [(aged_keys[i], aged_values[i]) for i, held in enumerate(self.segments[s]) if held.page == HELD]
-            self._keep_shadow(s, aged_keys[-1], aged_values[-1])
+        kept += [(aged_keys[i], aged_values[i]) for i, held in enumerate(self.segments[s]) if held.page == HELD]
         self.held[s] = sinks + block * (len(kept) - 1)
         kept.append((keys[:, end:], values[:, end:]))
+        if len(aged_keys):
+            self._keep_shadow(s, aged_keys[-1], aged_values[-1])
         self.exact[s] = sum(part.shape[1] for part, _ in kept)
         self._make_room(max(self.exact[s], self.held[s] + self.policy.residual_window + block))
         for buffer, parts in zip((self.keys, self.values), zip(*kept, strict=True), strict=True):
