@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvdrift.measure.attention import Replay
+from kvdrift.measure.buckets import bucket_ranges, bucket_starts
 from kvdrift.measure.pages import Decoded
-from kvdrift.measure.tensors import bucket_ranges, bucket_starts, errors
+from kvdrift.measure.tensors import errors
 from kvdrift.prompts.prompt import Prompt
 
 ERRORS = pl.Schema(

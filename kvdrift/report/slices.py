@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from kvdrift.measure.buckets import bucket_starts
 from kvdrift.report.evidence import by_tokens, finite, logits_summary
 
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
@@ -43,10 +44,9 @@ def logits_rows(logits: pl.DataFrame | None) -> list[dict[str, Any]]:
     """Next-token figures by the position of the scored token: a row an octave {first, ...} of `logits_summary`."""
     if logits is None or logits.is_empty():
         return []
-    starts = [0, 32]
-    while 4 * starts[-1] <= logits["position"].max():  # type: ignore[operator]
-        starts.append(4 * starts[-1])
-    octaves = np.searchsorted(starts, logits["position"].to_numpy(), side="right") - 1
+    positions = logits["position"].to_numpy()
+    starts = bucket_starts(int(positions.max()) + 1)
+    octaves = np.searchsorted(starts, positions, side="right") - 1
     parts = logits.with_columns(octave=octaves).partition_by("octave", as_dict=True)
     return [{"first": starts[octave]} | logits_summary(parts[octave,]) for (octave,) in sorted(parts)]
 
