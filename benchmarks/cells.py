@@ -17,11 +17,11 @@ from rows import Row, machine, parser, report
 
 from kvdrift import models
 from kvdrift.cache.packed import PackedCache
+from kvdrift.measure.buckets import bucket_ranges
 from kvdrift.measure.cells import Variant, layer_cells
 from kvdrift.measure.plans import read_plan
 from kvdrift.measure.reference import Stored, longest, stored
 from kvdrift.measure.replay import score
-from kvdrift.measure.tensors import bucket_ranges
 from kvdrift.policy import CachePolicy
 from kvdrift.prompts.prompt import from_frame
 

@@ -143,13 +143,13 @@ def check_corpus(corpus: Mapping[str, Any], positions: int | None, where: str) -
 
 
 def reference_bytes(spec: CorpusSpec, config: Mapping[str, Any], shape: CacheShape) -> int:
-    """Disk of the stored reference: keys and values of every prefix, and queries, hidden states and logits of every
-    scored position."""
+    """Disk of the stored reference: keys and values of every prefix and scored position, and of the latter queries,
+    hidden states and logits too."""
     config = config.get("text_config") or config
     wide = shape.query_heads * shape.head_dim
-    prefixes = spec.prefix_tokens(shape.positions or 0)
+    tokens, scored = spec.prefix_tokens(shape.positions or 0) + spec.scored(), spec.scored()
     position = shape.layers * (wide + int(config.get("hidden_size") or wide)) + int(config.get("vocab_size") or 0)
-    return prefixes * shape.layers * shape.token_bytes + spec.scored() * position * shape.dtype_bytes
+    return tokens * shape.layers * shape.token_bytes + scored * position * shape.dtype_bytes
 
 
 def check_disk(root: Path, need: int, limit_gib: float, where: str) -> None:

@@ -35,7 +35,7 @@ def main(config: LogitsConfig) -> None:
     from kvdrift import models
     from kvdrift.cache.packed import PackedCache
     from kvdrift.measure.cells import CELLS, policy_cells
-    from kvdrift.measure.logits import compare
+    from kvdrift.measure.logits import scored_rows
     from kvdrift.measure.plans import read_plan
     from kvdrift.measure.reference import Stored, longest, stored
     from kvdrift.measure.replay import score
@@ -50,19 +50,9 @@ def main(config: LogitsConfig) -> None:
     def compared(batch: Stored) -> pl.DataFrame:
         cache = PackedCache(policy, model.config, dtype=model.dtype)
         batch.fill(cache, model.device)
-        continuation = batch.continuation.to(model.device)
-        logits = score(model, cache, continuation)
+        logits = score(model, cache, batch.continuation.to(model.device))
         (reference,) = batch.read("logits")
-        frames = []
-        for row, prompt in enumerate(batch.prompts):
-            steps = prompt.scored - 1
-            figures = compare(
-                reference[row, :steps].to(model.device), logits[row, :steps], continuation[row, 1 : steps + 1]
-            )
-            columns = {"step": range(steps), "position": range(batch.length, batch.length + steps)}
-            columns |= {name: figure.cpu().numpy() for name, figure in figures.items()}
-            frames.append(pl.DataFrame(columns).with_columns(prompt=pl.lit(prompt.id), cohort=pl.lit(prompt.cohort)))
-        return pl.concat(frames)
+        return pl.concat(map(scored_rows, batch.prompts, reference, logits))
 
     scored = [batch for batch in batches if len(batch.prompts[0].continuation) > 1]
     frames = [compared(batch) for batch in tqdm(scored, desc=f"logits {config.plan}", unit="batch")]

@@ -32,7 +32,7 @@ def main(config: QuantizeConfig) -> None:
     from kvdrift.measure.held import reconcile
     from kvdrift.measure.pages import through_pages
     from kvdrift.measure.plans import read_plan
-    from kvdrift.measure.quantized import ATTENTION, ERRORS, attention_rows, error_rows
+    from kvdrift.measure.quantized import ATTENTION, ERRORS, attention_rows, error_rows, fed
     from kvdrift.measure.reference import stored
     from kvdrift.prompts.prompt import from_frame
 
@@ -55,15 +55,17 @@ def main(config: QuantizeConfig) -> None:
         for layer, layout in enumerate(layouts if first else ()):
             if layout is None:
                 continue
-            keys, values = batch.layer(layer)
-            queries = batch.read(f"queries.{layer}")[0] if len(batch.prompts[0].continuation) > 1 else None
+            names = ("keys", "new_keys", "values", "new_values", "queries")
+            keys, new_keys, values, new_values, queries = batch.read(*(f"{name}.{layer}" for name in names))
             for row in sorted(first.values()):
-                prompt, k, v = batch.prompts[row], keys[row], values[row]
+                prompt = batch.prompts[row]
+                new = fed(prompt)  # its own tokens, without what makes the batch rectangular
+                k = torch.cat([keys[row], new_keys[row, :, :new]], dim=1)
+                v = torch.cat([values[row], new_values[row, :, :new]], dim=1)
                 decoded = through_pages(k, v, policy, layout)
                 escalated += decoded.escalated
                 errors += error_rows(prompt, layer, k, v, decoded, ranges)
-                if queries is not None:
-                    attention += attention_rows(prompt, layer, queries[row], k, v, decoded)
+                attention += attention_rows(prompt, layer, queries[row], k, v, decoded, policy)
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)

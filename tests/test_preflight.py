@@ -401,12 +401,12 @@ def test_too_few_items_to_pass_are_a_warning(repo: Path) -> None:
 
 
 def test_the_disk_is_counted_as_the_reference_will_fill_it(repo: Path) -> None:
-    """Keys and values of 4 layers and 2 heads of 64 in 2 bytes, and what a scored position stores."""
+    """Keys and values of 4 layers and 2 heads of 64 in 2 bytes, and what else a scored position stores."""
     keep(repo)
     edit(repo, "conf/preflight.yaml", "64.0", "0.001")
-    prefixes = 6 * 256 + 3 * 320 + 4 * 256 + 3 * (128 + 256) + 2 * 256
-    scored = 16 * (6 + 3 + 4 + 6 + 2)
-    need = prefixes * 4 * 2 * 2 * 64 * 2 + scored * (4 * (256 + 256) + 259) * 2
+    prefixes = 6 * 256 + 3 * 320 + 4 * 256 + 2 * 112 + 3 * (128 + 256) + 2 * 256
+    scored = 16 * (6 + 3 + 4 + 6 + 2) + 160 * 2
+    need = (prefixes + scored) * 4 * 2 * 2 * 64 * 2 + scored * (4 * (256 + 256) + 259) * 2
     (line,) = wrong(repo)
     assert line.startswith(
         f"conf/corpus/smoke.yaml: the reference needs {need / 2**30:.2f} GiB; disk_limit_gib is 0.001, "

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvdrift.measure.pages import Decoded
@@ -20,7 +20,7 @@ LARGEST = 80.0
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Figures of one slice of a layer and prompt, means over stored queries and heads."""
+    """Figures of one slice of a layer and prompt, means over heads and the queries that see a token of the slice."""
 
     key_logits: float
     """RMS change of pre-softmax attention logits over the slice's keys."""
@@ -33,38 +33,45 @@ class AttentionError:
 
 
 class Replay:
-    """Attention of the stored queries over one layer's prefix, exact and decoded, in float32."""
+    """Attention of the stored queries over one layer of a sequence, exact and decoded, in float32."""
 
     def __init__(
         self,
         queries: Float[Tensor, "query_heads C d"],
-        keys: Float[Tensor, "kv_heads T d"],
-        values: Float[Tensor, "kv_heads T d"],
+        keys: Float[Tensor, "kv_heads N d"],
+        values: Float[Tensor, "kv_heads N d"],
         decoded: Decoded,
+        seen: Int[Tensor, "C"],
+        packed: Bool[Tensor, "C tokens"],
         scaling: float,
     ) -> None:
-        """The decoded span must hold a token."""
+        """A query sees the first `seen` of the keys, and reads packed what `packed` marks of the decoded span; some
+        query must read some token so."""
         heads, span = keys.shape[0], slice(decoded.span.start, decoded.span.stop)
         # rows of a KV head: its query heads × C
         q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2) * scaling
-        self.scored = queries.shape[1]
+        self._group = q.shape[1] // queries.shape[1]
         logits = q @ keys.float().transpose(1, 2)
+        least = int(seen.min())  # all queries see the keys before it
+        beyond = torch.arange(least, keys.shape[1], device=seen.device) >= seen[:, None]
+        logits[..., least:].masked_fill_(self._by_head(beyond), -math.inf)
         moved = q @ (decoded.keys - keys[:, span].float()).transpose(1, 2)
         self._moved_squared = moved.square()
         self._weights = logits.softmax(-1)
         self._before = self._weights[..., span]
         log_weights = logits[..., span] - logits.logsumexp(-1, keepdim=True)
         self._after = (log_weights + moved).clamp_max(LARGEST).exp()
-        """The candidate's weights on the reference's scale: they need not sum to one."""
+        """The candidate's weights on the reference's scale, were all of the span packed: they need not sum to one."""
         self._output = self._weights @ values.float()
         self._values, self._new_values = values[:, span].float(), decoded.values
-        self._span = span
+        self._span, self._packed = span, packed
 
     def error(self, inside: Bool[Tensor, "C tokens"]) -> AttentionError:
-        """Quantize only what `inside` marks, for each query its own tokens of the packed span; at least one."""
+        """Quantize only what `inside` marks, for each query some of what it reads packed; at least one token."""
         marked = inside.any(0).nonzero()
         columns = slice(int(marked[0]), int(marked[-1]) + 1)  # a view; what lies between and isn't marked counts zero
-        rows = inside[:, columns].repeat(self._before.shape[1] // self.scored, 1)
+        rows = self._by_head(inside[:, columns])
+        reading = rows.any(-1)
         moved, p, u = (x[..., columns] for x in (self._moved_squared, self._before, self._after))
         if not bool(rows.all()):
             moved, p, u = moved * rows, p * rows, u * rows
@@ -75,22 +82,28 @@ class Replay:
         combined = (self._output - exact + u @ new_values) * share
         return AttentionError(
             key_logits=(moved.sum() / (rows.sum() * moved.shape[0])).sqrt().item(),
-            jensen_shannon=_jensen_shannon(p, u * share, kept.clamp_min(0), share).mean().item(),
-            value_output=self._relative(replayed - exact),
-            combined_error=self._relative(combined - self._output),
+            jensen_shannon=_jensen_shannon(p, u * share, kept.clamp_min(0), share)[:, reading].mean().item(),
+            value_output=self._relative(replayed - exact)[:, reading].mean().item(),
+            combined_error=self._relative(combined - self._output)[:, reading].mean().item(),
         )
 
     def top_overlap(self) -> float:
-        """Share of the reference's 16 most attended positions that stay among the candidate's, all keys quantized."""
-        new = self._weights.clone()
-        new[..., self._span] = self._after
+        """Share of the reference's 16 most attended positions that stay among the candidate's, all keys that a query
+        reads packed quantized; mean over the queries that read any so."""
+        packed, new = self._by_head(self._packed), self._weights.clone()
+        new[..., self._span] = torch.where(packed, self._after, self._before)
         n = min(TOP_ATTENDED, new.shape[-1])
         top, new_top = (x.topk(n, -1).indices for x in (self._weights, new))
-        return (top[..., None] == new_top[..., None, :]).any(-1).float().mean().item()
+        kept = (top[..., None] == new_top[..., None, :]).any(-1).float()
+        return kept[:, packed.any(-1)].mean().item()
 
-    def _relative(self, difference: Tensor) -> float:
+    def _by_head(self, marks: Bool[Tensor, "C tokens"]) -> Bool[Tensor, "rows tokens"]:
+        """The same marks for every query head of a KV head."""
+        return marks.repeat(self._group, 1)
+
+    def _relative(self, difference: Tensor) -> Tensor:
         norm = self._output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        return (difference.norm(dim=-1) / norm).mean().item()
+        return difference.norm(dim=-1) / norm
 
 
 def _jensen_shannon(p: Tensor, q: Tensor, kept: Tensor, share: Tensor) -> Tensor:

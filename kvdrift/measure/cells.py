@@ -23,10 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvdrift.cache import attention
 from kvdrift.cache.packed import PackedCache
+from kvdrift.measure.buckets import bucket_ranges
 from kvdrift.measure.logits import kl, rank_correlation
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK
-from kvdrift.measure.tensors import bucket_ranges
 from kvdrift.policy import CachePolicy, packed_until
 from kvdrift.prompts.prompt import Prompt
 

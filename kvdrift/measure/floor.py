@@ -11,7 +11,7 @@ import polars as pl
 import torch
 
 from kvdrift.measure import text
-from kvdrift.measure.logits import compare
+from kvdrift.measure.logits import scored_rows
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK, generate, score
 from kvdrift.prompts.graders import grade
@@ -39,20 +39,15 @@ ANSWERING = (Schedule("batch of four", 4), Schedule("batch of four, one thread",
 def noise_floor(model: Any, stored: Stored) -> pl.DataFrame:
     """Score a batch's first prompt again, over the same stored keys and values, and compare with its stored logits.
 
-    A row a schedule of SCORING and scored token: schedule, prompt, cohort, step, kl, same_top1, delta_p,
-    rank_correlation, nll_reference, nll.
+    A row a schedule of SCORING and scored token: `schedule`, and what `scored_rows` tells of the token.
     """
     prompt, frames = stored.prompts[0], []
     continuation = torch.tensor([prompt.continuation], device=model.device)
     (reference,) = stored.read("logits")
-    steps = range(prompt.scored - 1)
     for schedule in SCORING:
         with _threads(schedule.threads):
             logits = score(model, _cache(model, stored, 1, stored.length), continuation, schedule.chunk)[0].cpu()
-        figures = compare(reference[0], logits, continuation[0, 1:].cpu())
-        named = {"schedule": schedule.name, "prompt": prompt.id, "cohort": prompt.cohort}
-        columns: dict[str, Any] = {name: [value] * len(steps) for name, value in named.items()} | {"step": list(steps)}
-        frames.append(pl.DataFrame(columns | {name: figure[: len(steps)].numpy() for name, figure in figures.items()}))
+        frames.append(scored_rows(prompt, reference[0], logits).with_columns(schedule=pl.lit(schedule.name)))
     return pl.concat(frames)
 
 

@@ -6,9 +6,14 @@ Spearman's rank correlation over the reference's top 50 tokens; both negative lo
 
 from __future__ import annotations
 
+from typing import Any
+
+import polars as pl
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from kvdrift.prompts.prompt import Prompt
 
 TOP = 50
 
@@ -28,6 +33,19 @@ def compare(
         "nll_reference": nll_reference,
         "nll": nll,
     }
+
+
+def scored_rows(
+    prompt: Prompt, reference: Float[Tensor, "C vocab"], candidate: Float[Tensor, "C vocab"]
+) -> pl.DataFrame:
+    """A row a token that the prompt scores: step, position, the figures of `compare`, prompt, cohort."""
+    steps = prompt.scored - 1
+    targets = torch.tensor(prompt.continuation[1 : steps + 1], device=candidate.device)
+    figures = compare(reference[:steps].to(candidate.device), candidate[:steps], targets)
+    length = len(prompt.tokens)
+    columns: dict[str, Any] = {"step": range(steps), "position": range(length, length + steps)}
+    columns |= {name: figure.cpu().numpy() for name, figure in figures.items()}
+    return pl.DataFrame(columns).with_columns(prompt=pl.lit(prompt.id), cohort=pl.lit(prompt.cohort))
 
 
 def kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:

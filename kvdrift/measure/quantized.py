@@ -1,4 +1,7 @@
-"""Tables of what packing did to one prompt's layer: tensor errors by bucket and role, attention errors by slice."""
+"""Tables of what packing did to one prompt's layer: tensor errors by bucket and role, attention errors by slice.
+
+The sequence is a prompt's prefix and the continuation's tokens that were fed behind it, whose role is GENERATED.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvdrift.measure.attention import Replay
+from kvdrift.measure.buckets import bucket_ranges, bucket_starts
 from kvdrift.measure.pages import Decoded
-from kvdrift.measure.tensors import bucket_ranges, bucket_starts, errors
-from kvdrift.prompts.prompt import Prompt
+from kvdrift.measure.tensors import errors
+from kvdrift.policy import CachePolicy, packed_until
+from kvdrift.prompts.prompt import GENERATED, Prompt
 
 ERRORS = pl.Schema(
     {
@@ -50,11 +55,18 @@ ATTENTION = pl.Schema(
         "top_overlap": pl.Float64,
     }
 )
-"""A row a slice: `layer` (all that is packed), a `position` or `distance` bucket, or a `role`. `bucket` is the first
-position, or the least distance from the current token. A bucket with nothing packed has null figures."""
+"""A row a slice: `layer` (all that is packed), a `position` or `distance` bucket, a `region` or a `role`. `bucket` is
+the first position, or the least distance from the current token; a region stands in `role`, as PROMPT or GENERATED.
+A slice of which no replayed query reads anything packed has null figures."""
 
+PROMPT = "prompt"
 QUERIES = 4
-"""The most scored positions of a prompt whose queries are replayed, evenly spread."""
+"""The most scored positions of a prompt whose queries are replayed, evenly spread up to the last one."""
+
+
+def fed(prompt: Prompt) -> int:
+    """How many tokens of the continuation the cache holds in the end; the last scored one is only predicted."""
+    return max(0, prompt.scored - 1)
 
 
 def error_rows(
@@ -104,7 +116,7 @@ class _Groups:
 @functools.lru_cache(maxsize=256)
 def _groups(prompt: Prompt, span: range) -> _Groups:
     starts = np.array(bucket_starts(span.stop))
-    roles, role = np.unique(prompt.roles[span.start : span.stop], return_inverse=True)
+    roles, role = np.unique(_roles(prompt, span), return_inverse=True)
     bucket = np.searchsorted(starts, span, side="right") - 1
     codes, group, tokens = np.unique(bucket * len(roles) + role, return_inverse=True, return_counts=True)
     edges = np.concatenate([[0], np.cumsum(tokens)[:-1]])
@@ -112,44 +124,78 @@ def _groups(prompt: Prompt, span: range) -> _Groups:
     return _Groups(*named, tokens, np.argsort(group, kind="stable"), edges)
 
 
+def _roles(prompt: Prompt, span: range) -> np.ndarray:
+    return np.array([*prompt.roles, *[GENERATED] * fed(prompt)][span.start : span.stop])
+
+
 def attention_rows(
-    prompt: Prompt, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decoded: Decoded
+    prompt: Prompt, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decoded: Decoded, policy: CachePolicy
 ) -> list[dict[str, Any]]:
-    """Rows of ATTENTION, by QUERIES of the scored positions, none when nothing is packed."""
-    scored = prompt.scored - 1
-    if not decoded.span or scored < 1:
+    """Rows of ATTENTION, by QUERIES of the scored positions, none when nothing is packed.
+
+    Every query sees what it saw in decoding: the sequence up to its own token, and of that packed what `policy` had
+    packed by then.
+    """
+    scored = fed(prompt)
+    if not decoded.span or not scored:
         return []
-    picked = range(0, scored, -(-scored // QUERIES))
-    replay = Replay(queries[:, list(picked)], keys, values, decoded, keys.shape[-1] ** -0.5)
+    step = -(-scored // QUERIES)
+    picked = range((scored - 1) % step, scored, step)
+    slices = _slices(prompt, picked, decoded.span, policy)
+    seen, packed = len(prompt.tokens) + 1 + torch.tensor(picked), slices[0].inside
+    replay = Replay(queries[:, list(picked)], keys, values, decoded, seen, packed, keys.shape[-1] ** -0.5)
     named = {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer}
-    rows, whole = [], dict[str, float]()
-    for kind, bucket, role, inside in _slices(prompt, picked, decoded.span):
-        if kind == "layer" or not bool(inside.all()):
-            figures = vars(replay.error(inside)) if bool(inside.any()) else {}
-        else:
-            figures = whole
-        whole = whole or figures
-        rows.append(named | {"slice": kind, "bucket": bucket, "role": role} | figures)
+    whole = vars(replay.error(packed))
+    rows = []
+    for each in slices:
+        figures = whole if each.whole else vars(replay.error(each.inside)) if each.read else {}
+        rows.append(named | {"slice": each.kind, "bucket": each.bucket, "role": each.role} | figures)
     rows[0]["top_overlap"] = replay.top_overlap()
     return rows
 
 
+@dataclass(frozen=True)
+class _Slice:
+    """A part of what is packed: for each query, the tokens of the span that it reads so and that lie in the slice."""
+
+    kind: str
+    bucket: int | None
+    role: str | None
+    inside: Bool[Tensor, "queries tokens"]
+    read: bool
+    """Whether any query reads any of it."""
+    whole: bool
+    """Whether it is all that is packed."""
+
+
 @functools.lru_cache(maxsize=256)
-def _slices(prompt: Prompt, scored: range, span: range) -> tuple[tuple[str, int | None, str | None, Tensor], ...]:
-    return tuple(_marked(prompt, scored, span))
+def _slices(prompt: Prompt, picked: range, span: range, policy: CachePolicy) -> tuple[_Slice, ...]:
+    """The layer's own first, then the others. Queries stand at the `picked` tokens behind the prefix."""
+    length, at = len(prompt.tokens), torch.tensor(span)
+    standing = length + torch.tensor(picked)[:, None]
+    until = torch.tensor([packed_until(policy, length + step + 1) for step in picked])[:, None]
+    packed, found = at < until, []
+    for kind, bucket, role, where in _marked(prompt, at, standing - at):
+        inside = packed & where
+        found.append(_Slice(kind, bucket, role, inside, bool(inside.any()), bool(inside.equal(packed))))
+    return tuple(found)
 
 
-def _marked(prompt: Prompt, scored: range, span: range) -> Iterator[tuple[str, int | None, str | None, Tensor]]:
-    """Kind, bucket, role, and which of the packed tokens each query counts in, [scored, tokens]; the layer first.
+def _marked(prompt: Prompt, at: Tensor, behind: Tensor) -> Iterator[tuple[str, int | None, str | None, Tensor]]:
+    """Kind, bucket, role, and where the slice is, [tokens] or [queries, tokens]; the whole layer first.
 
-    Queries stand at the `scored` tokens behind the prefix.
+    The span's tokens stand `at` their positions, and that far `behind` each query.
     """
-    length, whole = len(prompt.tokens), torch.ones(len(scored), len(span), dtype=torch.bool)
-    yield "layer", None, None, whole
-    behind = length + torch.tensor(scored)[:, None] - torch.tensor(span)
-    for kind, at, reach in (("position", torch.tensor(span), length), ("distance", behind, int(behind.max()) + 1)):
+    yield "layer", None, None, at >= 0
+    for kind, place, reach in (
+        ("position", at, len(prompt.tokens) + fed(prompt)),
+        ("distance", behind, int(behind.max()) + 1),
+    ):
         for bucket in bucket_ranges(reach):
-            yield kind, bucket.start, None, whole & (at >= bucket.start) & (at < bucket.stop)
-    roles = np.array(prompt.roles[span.start : span.stop])
+            yield kind, bucket.start, None, (place >= bucket.start) & (place < bucket.stop)
+    roles = _roles(prompt, range(int(at[0]), int(at[-1]) + 1))
+    generated = torch.from_numpy(roles == GENERATED)
+    yield "region", None, PROMPT, ~generated
+    yield "region", None, GENERATED, generated
     for role in np.unique(roles):
-        yield "role", None, str(role), whole & torch.from_numpy(roles == role)
+        yield "role", None, str(role), torch.from_numpy(roles == role)

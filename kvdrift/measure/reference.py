@@ -1,8 +1,10 @@
 """The stored reference: what the exact cache held and said for every prompt, one file a batch, read layer by layer.
 
 Tensors of a file (d = head_dim, T = prefix tokens, C = scored positions): `keys.<layer>`, `values.<layer>`
-[batch, kv_heads, T, d]; `queries.<layer>` [batch, query_heads, C, d]; `hidden.<layer>` [batch, C, hidden], entering
-that layer; `logits` [batch, C, vocab]. All in the model's dtype. This file imports neither kernels nor cache.
+[batch, kv_heads, T, d]; of the continuation's tokens as they were fed, which stand at T to T + C - 1,
+`new_keys.<layer>`, `new_values.<layer>` [batch, kv_heads, C, d], `queries.<layer>` [batch, query_heads, C, d] and
+`hidden.<layer>` [batch, C, hidden], entering that layer; `logits` [batch, C, vocab]. All in the model's dtype. This
+file imports neither kernels nor cache.
 """
 
 from __future__ import annotations
@@ -116,7 +118,9 @@ def run(model: Any, prompts: Sequence[Prompt]) -> tuple[dict[str, Tensor], Any]:
     if scored > 0:
         with recording(model) as record:
             tensors["logits"] = score(model, cache, continuation).cpu()
-        for index in range(len(cache.layers)):
+        for index, layer in enumerate(cache.layers):
+            new = (x[:, :, -scored:].cpu().contiguous() for x in (layer.keys, layer.values))
+            tensors[f"new_keys.{index}"], tensors[f"new_values.{index}"] = new
             tensors[f"queries.{index}"] = torch.cat(record.queries[index], dim=2).cpu().contiguous()
             tensors[f"hidden.{index}"] = torch.cat(record.hidden[index], dim=1).cpu().contiguous()
         cache.crop(-scored)

@@ -9,10 +9,11 @@ from typing import Any
 import polars as pl
 
 from kvdrift.layout import block_layout
+from kvdrift.measure.buckets import bucket_ranges
 from kvdrift.measure.cells import FIGURES, Figures, Variant, layer_cells, packed_span
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored
-from kvdrift.measure.tensors import bucket_ranges, errors
+from kvdrift.measure.tensors import errors
 from kvdrift.policy import CachePolicy, LayerPolicy, from_dict
 
 TENSORS = ("key", "value")

@@ -1,7 +1,4 @@
-"""Error of one tensor, token by token and head by head, and its sums by position bucket.
-
-Buckets are octaves of absolute position, [0, 32) [32, 128) [128, 512) …; a bucket is named by its first token.
-"""
+"""Error of one tensor, token by token and head by head."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FIRST_BUCKET = 32
-OCTAVE = 4
-
 
 @dataclass(frozen=True)
 class TensorError:
@@ -22,21 +16,6 @@ class TensorError:
     cosine: Float[Tensor, "kv_heads tokens"]
     relative_l2: Float[Tensor, "kv_heads tokens"]
     max_abs: Float[Tensor, "kv_heads tokens"]
-
-
-def bucket_starts(length: int) -> list[int]:
-    """First tokens of the buckets that a sequence of `length` tokens reaches."""
-    starts, edge = [0], FIRST_BUCKET
-    while edge < length:
-        starts.append(edge)
-        edge *= OCTAVE
-    return starts
-
-
-def bucket_ranges(length: int) -> list[range]:
-    """The buckets as ranges of positions, the last one cut at `length`."""
-    starts = bucket_starts(length)
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], length], strict=True)]
 
 
 def errors(exact: Float[Tensor, "kv_heads tokens d"], decoded: Float[Tensor, "kv_heads tokens d"]) -> TensorError:

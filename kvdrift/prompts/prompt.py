@@ -14,6 +14,9 @@ import polars as pl
 LENGTH_STEP = 16
 """Prefix lengths are multiples of this, so that every candidate seals blocks at the same places."""
 
+GENERATED = "generated"
+"""The role of a continuation's tokens, which the cache holds beside the prompt's as soon as they were fed."""
+
 EVALUATION = "evaluation"
 CALIBRATION = "calibration"
 

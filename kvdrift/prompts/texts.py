@@ -131,6 +131,7 @@ def system_tool(rng: Random, library: Library, start: float) -> Iterator[Message
 
 PLAIN: dict[str, Callable[[Random, Library, float], Iterator[str]]] = {
     "code": code,
+    "long_code": code,
     "multilingual": multilingual,
     "tables": tables,
     "repetitive": repetitive,

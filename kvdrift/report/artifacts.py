@@ -16,6 +16,7 @@ import polars as pl
 from kvdrift.ledger import account, bits_per_element
 from kvdrift.policy import packed_until
 from kvdrift.prompts.batches import modes_of
+from kvdrift.prompts.prompt import GENERATED
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.strict import Each, Number, value_fault
 from kvdrift.report.tables import rows_fault, table_fault
@@ -178,22 +179,28 @@ def _owner(found: Any, evidence: Evidence) -> str | None:
 
 
 def _errors(found: pl.DataFrame, evidence: Evidence) -> str | None:
-    """Every packed token of the first prompt of each cohort and batch, in each packed layer."""
+    """Every packed token of the first prompt of each cohort and length, in each packed layer: of the prompt itself, and
+    of what was fed behind it."""
     fault = table_fault(found, ERRORS, ("prompt", "layer", "tensor", "bucket", "role"))
     if fault:
         return fault
-    tensors = pl.DataFrame({"tensor": ["key", "value"]})
-    expected = _packed(evidence, _firsts(evidence)).select("prompt", "cohort", "length", "layer", tokens="packed")
-    expected = expected.join(tensors, how="cross")
-    return rows_fault(
-        found.group_by("prompt", "cohort", "length", "layer", "tensor").agg(pl.col("tokens").sum()), expected
-    )
+    packed, parts = _packed(evidence, _firsts(evidence), "held"), ["prompt", "cohort", "length", "layer"]
+    edge = pl.col("length").clip(pl.col("first"), pl.col("stop"))
+    regions = {False: edge - pl.col("first"), True: pl.col("stop") - edge}
+    expected = pl.concat(
+        packed.select(*parts, tensor=pl.lit(tensor), generated=pl.lit(generated), tokens=tokens)
+        for tensor in ("key", "value")
+        for generated, tokens in regions.items()
+    ).filter(pl.col("tokens") > 0)
+    sums = found.group_by(*parts, "tensor", generated=pl.col("role") == GENERATED).agg(pl.col("tokens").sum())
+    return rows_fault(sums, expected)
 
 
 def _attention(found: pl.DataFrame, evidence: Evidence) -> str | None:
     """One row a layer and prompt over all that is packed, wherever queries were stored."""
     fault = table_fault(found, ATTENTION, ("prompt", "layer", "slice", "bucket", "role"))
-    expected = _packed(evidence, _firsts(evidence).filter(pl.col("scored") > 1)).select("prompt", "cohort", "layer")
+    replayed = _firsts(evidence).filter(pl.col("scored") > 1)
+    expected = _packed(evidence, replayed, "held").select("prompt", "cohort", "layer")
     return fault or rows_fault(found.filter(slice="layer"), expected)
 
 
@@ -255,19 +262,22 @@ def _own(evidence: Evidence) -> pl.DataFrame:
 
 
 def _firsts(evidence: Evidence) -> pl.DataFrame:
-    """The first prompt of each cohort and length, batch by batch, whose tensors `quantize` compares."""
+    """The first prompt of each cohort and length, batch by batch, whose tensors `quantize` compares: `held` tokens with
+    its continuation's, of which the last scored one is never fed."""
     ordered = _own(evidence).sort("batch", maintain_order=True)
+    ordered = ordered.with_columns(held=pl.col("length") + (pl.col("scored") - 1).clip(0))
     return ordered.unique(["cohort", "length"], keep="first", maintain_order=True)
 
 
-def _packed(evidence: Evidence, prompts: pl.DataFrame) -> pl.DataFrame:
-    """Of these prompts, those that are packed at all, a row a packed layer, with tokens [first, stop) packed."""
+def _packed(evidence: Evidence, prompts: pl.DataFrame, held: str = "length") -> pl.DataFrame:
+    """Of these prompts, those that are packed at all once the cache holds so many tokens, a row a packed layer, with
+    tokens [first, stop) packed."""
     policy = evidence.policy
-    stops = {length: packed_until(policy, length) for length in prompts["length"].unique()}
+    stops = {tokens: packed_until(policy, tokens) for tokens in prompts[held].unique()}
     layers = [index for index, layer in enumerate(policy.layers) if not layer.is_exact]
     spans = {
         "first": pl.lit(policy.sink_tokens, pl.Int64),
-        "stop": pl.col("length").replace_strict(stops, return_dtype=pl.Int64),
+        "stop": pl.col(held).replace_strict(stops, return_dtype=pl.Int64),
     }
     rows = (
         prompts.with_columns(**spans).with_columns(packed=pl.col("stop") - pl.col("first")).filter(pl.col("packed") > 0)

@@ -206,13 +206,14 @@ def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[
 
 
 def _slices(receipt: Mapping[str, Any]) -> list[Block]:
-    """What the chosen policy does by position, by distance from the current token, and by role."""
+    """What the chosen policy does by position, by distance from the current token, by region and by role."""
     names = {"key_error": "key error", "value_error": "value error", "key_logits": "attention logits"}
     names |= {name: text for name, text in HEARD.items() if name != "top_overlap"}
     rows = [(row["slice"], blank(row["at"]), *(blank(row[name]) for name in names)) for row in receipt["slices"]]
     explained = (
         "One slice of the packed tokens quantized, all others exact; means over layers and prompts. Positions and "
-        "distances from the current token are the first token of an octave. Errors are relative L2, attention logits "
+        "distances from the current token are the first token of an octave. Generated is the teacher-forced text "
+        "behind the prompt, as far as it was packed too. Errors are relative L2, attention logits "
         "root mean square change, weights Jensen–Shannon divergence in nats. Perplexity, Δ is the candidate's less "
         "the reference's."
     )

@@ -1,4 +1,4 @@
-"""Where in a sequence the error lies: by position, distance from the current token, role, and generated step."""
+"""Where in a sequence the error lies: position, distance from the current token, region, role, and generated step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from kvdrift.measure.buckets import bucket_starts
+from kvdrift.prompts.prompt import GENERATED
 from kvdrift.report.evidence import by_tokens, finite, logits_summary
 
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
 """What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
+SLICES = ("position", "distance", "region", "role")
 FIRST_STEPS = 8
 """Generated steps are told in octaves: the first eight, then twice as many each time."""
 
@@ -18,24 +21,28 @@ FIRST_STEPS = 8
 def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> list[dict[str, Any]]:
     """A row a slice {slice, at, key_error, value_error, FIGURES}; what was not measured is None.
 
-    `slice` is position, distance or role; `at` the bucket's first token, or the role. Errors are relative L2, means
-    over packed tokens; a distance has none, since it differs from query to query. FIGURES are means over layers and
-    prompts.
+    `slice` is one of SLICES; `at` the bucket's first token, the region (prompt or generated), or the role. Errors are
+    relative L2, means over packed tokens; a distance has none, since it differs from query to query. FIGURES are means
+    over layers and prompts.
     """
     found: dict[tuple[str, Any], dict[str, Any]] = {}
-    for kind, column in (("position", "bucket"), ("distance", "bucket"), ("role", "role")):
+    if errors is not None:
+        generated = pl.col("role") == GENERATED
+        errors = errors.with_columns(region=pl.when(generated).then(pl.lit(GENERATED)).otherwise(pl.lit("prompt")))
+    for kind in SLICES:
+        column = "role" if kind in ("region", "role") else "bucket"  # of the attention table
         if attention is not None:
             rows = attention.filter(slice=kind).drop_nulls("key_logits")
             for row in rows.group_by(column, maintain_order=True).agg(pl.col(FIGURES).mean()).to_dicts():
                 found[kind, row.pop(column)] = row
         if errors is not None and kind != "distance":
-            for row in errors.group_by(column, "tensor", maintain_order=True).agg(by_tokens("rel_l2")).to_dicts():
-                found.setdefault((kind, row[column]), {})[f"{row['tensor']}_error"] = finite(row["rel_l2"])
+            own = "region" if kind == "region" else column
+            for row in errors.group_by(own, "tensor", maintain_order=True).agg(by_tokens("rel_l2")).to_dicts():
+                found.setdefault((kind, row[own]), {})[f"{row['tensor']}_error"] = finite(row["rel_l2"])
     nothing = dict.fromkeys(("key_error", "value_error", *FIGURES))
-    order = {"position": 0, "distance": 1, "role": 2}
     return [
         {"slice": kind, "at": at} | nothing | row
-        for (kind, at), row in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+        for (kind, at), row in sorted(found.items(), key=lambda item: (SLICES.index(item[0][0]), item[0][1]))
     ]
 
 
@@ -43,10 +50,9 @@ def logits_rows(logits: pl.DataFrame | None) -> list[dict[str, Any]]:
     """Next-token figures by the position of the scored token: a row an octave {first, ...} of `logits_summary`."""
     if logits is None or logits.is_empty():
         return []
-    starts = [0, 32]
-    while 4 * starts[-1] <= logits["position"].max():  # type: ignore[operator]
-        starts.append(4 * starts[-1])
-    octaves = np.searchsorted(starts, logits["position"].to_numpy(), side="right") - 1
+    positions = logits["position"].to_numpy()
+    starts = bucket_starts(int(positions.max()) + 1)
+    octaves = np.searchsorted(starts, positions, side="right") - 1
     parts = logits.with_columns(octave=octaves).partition_by("octave", as_dict=True)
     return [{"first": starts[octave]} | logits_summary(parts[octave,]) for (octave,) in sorted(parts)]
 

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from kvdrift.cache import sealing
 from kvdrift.kernels.definition import SCALE_DTYPE
 from kvdrift.measure import cells
+from kvdrift.measure.buckets import bucket_ranges
 from kvdrift.measure.cells import Variant, layer_cells, policy_cells
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored, run
-from kvdrift.measure.tensors import bucket_ranges, errors
+from kvdrift.measure.tensors import errors
 from kvdrift.measure.whole import whole_stack_kl
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.prompts.prompt import Prompt

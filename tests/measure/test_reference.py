@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvdrift.measure import replay
-from kvdrift.measure.reference import store, stored
+from kvdrift.measure.reference import run, store, stored
 from kvdrift.prompts.batches import batched
 from kvdrift.prompts.prompt import Prompt
 
@@ -32,6 +32,23 @@ def prompts(count: int) -> list[Prompt]:
         Prompt(id=f"p{row}", tokens=tuple(ids[:32]), continuation=tuple(ids[32:]), **shared, **rest)
         for row, ids in enumerate(tokens)
     ]
+
+
+def test_what_the_cache_holds_of_a_continuation_is_stored_too(llama: Any) -> None:
+    """As one pass over prefix and continuation would give it; the last token is only predicted, never fed."""
+    llama.set_attn_implementation("sdpa")
+    asked = prompts(3)
+    tensors, cache = run(llama, asked)
+    assert cache.get_seq_length() == 32
+    whole = DynamicCache(config=llama.config)
+    with torch.inference_mode():
+        llama(input_ids=torch.tensor([[*p.tokens, *p.continuation[:-1]] for p in asked]), cache=whole)
+    llama.set_attn_implementation("kvdrift")
+    for index, layer in enumerate(whole.layers):
+        for name, exact in (("keys", layer.keys), ("values", layer.values)):
+            prefix, new = tensors[f"{name}.{index}"], tensors[f"new_{name}.{index}"]
+            assert new.shape == (3, exact.shape[1], 16, exact.shape[3])
+            torch.testing.assert_close(torch.cat([prefix, new], dim=2), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_all_prompts_are_answered_greedily_and_a_first_batch_sampled_as_if_nothing_had_run_before(

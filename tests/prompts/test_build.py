@@ -2,16 +2,20 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import polars as pl
 import pytest
+import yaml
 from polars.testing import assert_frame_equal
 
+from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer, packed_until
 from kvdrift.prompts.build import build, prefix_tokens
 from kvdrift.prompts.graders import GRADERS, grade
 from kvdrift.prompts.prompt import CALIBRATION, EVALUATION, Prompt, PromptError, from_frame, to_frame
 from kvdrift.prompts.spec import CorpusSpec, resolve
 
+ROOT = Path(__file__).parents[2]
 POSITIONS = 512
 
 
@@ -62,10 +66,29 @@ def test_the_gold_text_holds_the_answer(laptop, tokenizer):
             assert grade(prompt.task, said, prompt.answer).correct
 
 
-def test_free_text_continues_as_its_source_does(smoke, tokenizer, corpus):
+@pytest.mark.parametrize("cohort", ["code", "long_code"])
+def test_free_text_continues_as_its_source_does(cohort, smoke, tokenizer, corpus):
     source = (corpus / "python.txt").read_text() + (corpus / "c.txt").read_text()
-    code = next(prompt for prompt in smoke if prompt.cohort == "code" and prompt.split == EVALUATION)
+    code = next(prompt for prompt in smoke if prompt.cohort == cohort and prompt.split == EVALUATION)
     assert tokenizer.decode([*code.tokens, *code.continuation]) in source
+
+
+def test_a_long_continuation_does_not_repeat_its_prompt(prompts):
+    for prompt in (each for each in prompts if each.cohort == "long_code"):
+        text = [*prompt.tokens, *prompt.continuation]
+        runs = [tuple(text[at : at + 96]) for at in range(len(text) - 95)]
+        assert len(set(runs)) == len(runs)
+
+
+@pytest.mark.parametrize("name", ["smoke", "laptop", "gpu"])
+def test_every_policy_packs_some_of_a_long_continuation(name, load_spec):
+    cohort = load_spec(name).cohorts["long_code"]
+    for path in sorted((ROOT / "conf" / "policy").glob("*.yaml")):
+        raw = yaml.safe_load(path.read_text())
+        kept = {key: raw[key] for key in ("sink_tokens", "residual_window", "block") if key in raw}
+        policy = CachePolicy("p", (LayerPolicy(Quantizer()),), **kept)
+        for length in cohort.prompts:
+            assert packed_until(policy, length + cohort.continuation - 1) >= length + 16, path.stem
 
 
 def test_critical_items_ask_early(laptop):
@@ -131,7 +154,7 @@ def test_the_longest_prompts_leave_room_for_the_answer(load_spec):
 
 def test_the_laptop_corpus_keeps_to_its_budget(load_spec):
     spec = load_spec("laptop")
-    assert spec.prefix_tokens(8192) <= 113_000
+    assert spec.prefix_tokens(8192) <= 114_000
     assert all(sum(spec.cohorts[cohort].prompts.values()) == 56 for cohort in ("needle", "copy", "tool_arguments"))
 
 

@@ -93,11 +93,13 @@ class Run:
 
 
 def prompts(attack: bool = False) -> list[Prompt]:
-    """32 of each critical cohort, the needle grid, and code; one more that an attack found."""
+    """32 of each critical cohort, the needle grid, code, and code long enough to be packed as it is continued; one more
+    that an attack found."""
     items: list[tuple[str, int, float | None, int]] = [("attack", 512, None, 0)]
     if not attack:
         items = [(cohort, 320, None, n) for cohort in CRITICAL for n in range(32)]
         items += [("code", 2048, None, n) for n in range(4)]
+        items += [("long_code", 512, None, n) for n in range(2)]
         depths = list(enumerate((0.1, 0.5, 0.9)))
         items += [("needle_grid", length, depth, n) for length in (128, 512, 2048, 8128) for n, depth in depths]
     return [
@@ -108,14 +110,15 @@ def prompts(attack: bool = False) -> list[Prompt]:
             split=EVALUATION,
             tokens=(0,) * length,
             roles=("user",) * length,
-            continuation=(1,) * 17,
-            scored=17,
+            continuation=(1,) * scored,
+            scored=scored,
             answer="12345",
             max_new_tokens=20,
             depth=depth,
             batch=f"{cohort}-{length}-b00",
         )
         for cohort, length, depth, n in items
+        for scored in [257 if cohort == "long_code" else 17]
     ]
 
 
@@ -132,16 +135,21 @@ def packing(policy: CachePolicy) -> dict[str, Any]:
     return {"policy": policy.id, "bits_per_element": bits, "escalated_blocks": 2, "memory": rows, "reconciled": True}
 
 
-def cells(policy: CachePolicy, prompt: Prompt, layer: int) -> list[tuple[int, range]]:
-    """The buckets of a prompt, and the tokens that the policy packs in each."""
-    stop = 0 if policy.layer(layer).is_exact else packed_until(policy, len(prompt.tokens))
+def cells(policy: CachePolicy, layer: int, tokens: int) -> list[tuple[int, range]]:
+    """The buckets of a sequence, and the tokens that the policy packs in each."""
+    stop = 0 if policy.layer(layer).is_exact else packed_until(policy, tokens)
     spans = [(policy.sink_tokens, BUCKETS[1]), *zip(BUCKETS[1:], (*BUCKETS[2:], 8192), strict=True)]
     return [(bucket, range(start, min(end, stop))) for bucket, (start, end) in zip(BUCKETS, spans, strict=True)]
 
 
+def held(prompt: Prompt) -> int:
+    """Tokens in the cache once the continuation was fed; its last token is only predicted."""
+    return len(prompt.tokens) + prompt.scored - 1
+
+
 def packed(policy: CachePolicy, chosen: list[Prompt]) -> list[tuple[Prompt, int]]:
     """These prompts with each packed layer, if anything of them is packed."""
-    reached = [prompt for prompt in chosen if packed_until(policy, len(prompt.tokens)) > policy.sink_tokens]
+    reached = [prompt for prompt in chosen if packed_until(policy, held(prompt)) > policy.sink_tokens]
     return [(prompt, n) for prompt in reached for n in range(SHAPE.layers) if not policy.layer(n).is_exact]
 
 
@@ -149,15 +157,22 @@ def firsts() -> list[Prompt]:
     return list({prompt.batch: prompt for prompt in reversed(PROMPTS)}.values())
 
 
+def parts(prompt: Prompt, span: range) -> list[tuple[str, range]]:
+    """A span's tokens of the prompt and behind it, by role, where there are any."""
+    edge = min(max(len(prompt.tokens), span.start), span.stop)
+    found = [("user", range(span.start, edge)), ("generated", range(edge, span.stop))]
+    return [(role, tokens) for role, tokens in found if tokens]
+
+
 def errors_frame(policy: CachePolicy) -> pl.DataFrame:
     rows = [
         {"prompt": prompt.id, "cohort": prompt.cohort, "length": len(prompt.tokens), "layer": layer, "tensor": tensor}
-        | {"bucket": bucket, "role": "user", "tokens": len(span), "cosine": 0.999 - 0.001 * layer, "cosine_min": 0.9}
+        | {"bucket": bucket, "role": role, "tokens": len(tokens), "cosine": 0.999 - 0.001 * layer, "cosine_min": 0.9}
         | {"rel_l2": 0.1, "max_abs": 0.5, "saturated": 0.001 * layer}
         for prompt, layer in packed(policy, firsts())
         for tensor in ("key", "value")
-        for bucket, span in cells(policy, prompt, layer)
-        if span
+        for bucket, span in cells(policy, layer, held(prompt))
+        for role, tokens in parts(prompt, span)
     ]
     strings = dict.fromkeys(("prompt", "cohort", "tensor", "role"), pl.String)
     counts = dict.fromkeys(("length", "layer", "bucket", "tokens"), pl.Int64)
@@ -172,7 +187,8 @@ def attention_frame(policy: CachePolicy) -> pl.DataFrame:
     slices += [
         (kind, bucket, None, 0.001 * (1 + n)) for kind in ("position", "distance") for n, bucket in enumerate(BUCKETS)
     ]
-    slices += [("role", None, "filler", 0.004), ("role", None, "needle", 0.002)]
+    slices += [("region", None, "prompt", 0.004), ("region", None, "generated", 0.005)]
+    slices += [("role", None, "filler", 0.004), ("role", None, "needle", 0.002), ("role", None, "generated", 0.005)]
     rows = [
         {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer, "slice": kind, "bucket": bucket, "role": role}
         | {name: figure if kind == "layer" or name != "top_overlap" else None for name in names}
@@ -195,7 +211,7 @@ def cells_frame(policy: CachePolicy, kl: float) -> pl.DataFrame:
         | {"kl": kl * (1 + layer) / 10 if span else None}
         for prompt in probes
         for layer in range(SHAPE.layers)
-        for bucket, span in cells(policy, prompt, layer)
+        for bucket, span in cells(policy, layer, len(prompt.tokens))
     ]
     schema = {"prompt": pl.String, "layer": pl.Int64, "bucket": pl.Int64, "start": pl.Int64, "stop": pl.Int64}
     return pl.DataFrame(rows, schema=schema | {"tensor": pl.String} | dict.fromkeys(("kl", *figures), pl.Float64))

@@ -167,6 +167,16 @@ def test_a_layer_or_a_bucket_that_the_plan_packs_is_missed(artifact: str, file: 
     rejected(healthy, artifact)
 
 
+@pytest.mark.parametrize(("artifact", "file"), [("errors", "errors")], indirect=["file"])
+def test_the_tokens_behind_a_prompt_are_missed_and_told_from_its_own(artifact: str, file: Path, healthy: Run) -> None:
+    before, generated = file.read_bytes(), pl.col("role") == "generated"
+    assert pl.read_parquet(file).filter(generated)["cohort"].unique().to_list() == ["long_code"]
+    for change in (lambda frame: frame.filter(~generated), lambda frame: frame.with_columns(role=pl.lit("filler"))):
+        rewrite(file, change)
+        assert "rows are missing" in rejected(healthy, artifact)
+        file.write_bytes(before)
+
+
 def test_a_ratio_that_its_percentiles_belie_is_refused(healthy: Run) -> None:
     path = healthy.path("latency", "kivi4.json")
     text = path.read_text()

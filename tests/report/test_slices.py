@@ -16,21 +16,28 @@ def attention(*rows: tuple[str, int | None, str | None, float | None]) -> pl.Dat
 def test_every_kind_of_slice_has_its_own_figures():
     errors = pl.DataFrame(
         {
-            "bucket": [0, 0, 32, 0],
-            "role": ["user", "needle", "user", "user"],
-            "tensor": ["key", "key", "key", "value"],
-            "tokens": [30, 10, 40, 8],
-            "rel_l2": [0.1, 0.3, 0.2, 0.5],
+            "bucket": [0, 0, 32, 0, 32],
+            "role": ["user", "needle", "user", "user", "generated"],
+            "tensor": ["key", "key", "key", "value", "value"],
+            "tokens": [30, 10, 40, 8, 16],
+            "rel_l2": [0.1, 0.3, 0.2, 0.5, 0.7],
         }
     )
     rows = [("layer", None, None, 9.0), ("position", 0, None, 0.1), ("position", 0, None, 0.3)]
     rows += [("position", 32, None, None), ("distance", 128, None, 0.7), ("role", None, "needle", 0.4)]
+    rows += [("region", None, "prompt", 0.2), ("region", None, "generated", None), ("role", None, "generated", 0.6)]
     found = {(row["slice"], row["at"]): row for row in slice_rows(errors, attention(*rows))}
-    assert list(found) == [("position", 0), ("position", 32), ("distance", 128), ("role", "needle"), ("role", "user")]
+    places = [("position", 0), ("position", 32), ("distance", 128), ("region", "generated"), ("region", "prompt")]
+    assert list(found) == [*places, ("role", "generated"), ("role", "needle"), ("role", "user")]
     assert found["position", 0]["key_error"] == pytest.approx((30 * 0.1 + 10 * 0.3) / 40)
     assert found["position", 0]["value_output"] == pytest.approx(0.2)
     assert (found["position", 32]["key_error"], found["position", 32]["jensen_shannon"]) == (0.2, None)
     assert (found["distance", 128]["key_error"], found["distance", 128]["combined_error"]) == (None, 0.7)
+    assert found["region", "prompt"]["key_error"] == pytest.approx((30 * 0.1 + 10 * 0.3 + 40 * 0.2) / 80)
+    assert (found["region", "prompt"]["value_error"], found["region", "prompt"]["key_logits"]) == (0.5, 0.2)
+    nothing = dict.fromkeys(("key_error", *FIGURES))
+    assert found["region", "generated"] == {"slice": "region", "at": "generated", "value_error": 0.7} | nothing
+    assert (found["role", "generated"]["value_error"], found["role", "generated"]["value_output"]) == (0.7, 0.6)
     assert (found["role", "needle"]["key_logits"], found["role", "user"]["value_error"]) == (0.4, 0.5)
 
 
