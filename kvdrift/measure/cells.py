@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import polars as pl
@@ -28,7 +29,6 @@ from kvdrift.measure.logits import kl, rank_correlation
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.replay import CHUNK
 from kvdrift.policy import CachePolicy, packed_until
-from kvdrift.prompts.prompt import Prompt
 
 NAME = "kvdrift_cells"
 MOST_SCORES = 2**28
@@ -113,34 +113,46 @@ def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
 
 @torch.inference_mode()
 def layer_cells(
-    model: Any, stored: Stored, row: int, variants: Mapping[int, Sequence[Variant]], steps: int
+    model: Any, stored: Stored, row: int, variants: Mapping[int, Sequence[Variant]], steps: int, given: int = 0
 ) -> dict[int, list[Figures]]:
-    """Every cell of these layers, by layer and variant, on the first `steps` scored tokens of one prompt.
+    """Every cell of these layers, by layer and variant, on `steps` scored tokens of one prompt, those after `given`.
 
-    The model uses the kvdrift attention function.
+    The `given` tokens of the continuation count as prefilled: exact for all cells, and run as one row a layer only. The
+    model uses the kvdrift attention function.
     """
     if not variants:
         return {}
     decoder, device, prompt = model.get_decoder(), model.device, stored.prompts[row]
-    hidden: list[Tensor] = []
+    fed = min(given + steps, len(prompt.continuation) - 1)
+    edges = [*range(0, given, CHUNK), *range(given, fed, CHUNK), fed]
+    hidden: list[Tensor | None] = [None] * (len(edges) - 1)
     rows: dict[int, list[int]] = {}
     for index in tqdm(range(min(variants), len(decoder.layers)), desc=f"cells of {prompt.id}", unit="layer"):
         keys, values = (x[row : row + 1].to(device, model.dtype) for x in stored.layer(index))
-        caches, rows[index] = _entering(model, index, variants.get(index, ()), keys, values)
+        caches, sizes = _entering(model, index, variants.get(index, ()), keys, values)
         (entering,) = stored.read(f"hidden.{index}")
-        chunks = entering[row : row + 1, :steps].to(device, model.dtype).split(CHUNK, dim=1)
+        entering = entering[row : row + 1].to(device, model.dtype)
         block, rest = decoder.layers[index], _Rest(keys, values)
         with _cell_attention(model):
-            for at, chunk in enumerate(chunks):
-                shared = _shared_inputs(decoder, chunk, stored.length + at * CHUNK)
-                parts = [_run(block, hidden[at], rest, shared)] if len(hidden) > at else []
-                for cache, size in zip(caches, rows[index], strict=True):
-                    parts.append(_run(block, chunk.expand(size, -1, -1), cache, shared))
-                hidden[at : at + 1] = [torch.cat(parts)]
-    scored = min(steps, prompt.scored - 1)
-    leaving = decoder.norm(torch.cat(hidden, dim=1)[:, :scored]).split([sum(sizes) for sizes in rows.values()])
+            for at, (start, stop) in enumerate(pairwise(edges)):
+                chunk = entering[:, start:stop]
+                shared = _shared_inputs(decoder, chunk, stored.length + start)
+                before = hidden[at]
+                if start == given:
+                    rest.spread([sum(own) for own in rows.values()])
+                parts = [] if before is None else [_run(block, before, rest, shared)]
+                own = [
+                    _run(block, chunk.expand(size, -1, -1), cache, shared)
+                    for cache, size in zip(caches, sizes, strict=True)
+                ]
+                hidden[at] = torch.cat(parts + (own if start >= given else own[:1]))
+        rows[index] = sizes
+    scored = min(steps, prompt.scored - 1 - given)
+    told = torch.cat([x for x, start in zip(hidden, edges, strict=False) if x is not None and start >= given], dim=1)
+    leaving = decoder.norm(told[:, :scored]).split([sum(sizes) for sizes in rows.values()])
+    gold = prompt.continuation[given + 1 : given + scored + 1] if prompt.task else ()
     return {
-        index: _figures(model, prompt, own, rows[index][1:])
+        index: _figures(model, gold, own, rows[index][1:])
         for index, own in zip(rows, leaving, strict=True)
         if index in variants
     }
@@ -161,15 +173,16 @@ def _entering(
 
 
 def _figures(
-    model: Any, prompt: Prompt, leaving: Float[Tensor, "rows steps hidden"], sizes: list[int]
+    model: Any, gold: Sequence[int], leaving: Float[Tensor, "rows steps hidden"], sizes: list[int]
 ) -> list[Figures]:
-    """Of the cells of one layer against its exact row, the first; `sizes` are the variants' rows."""
+    """The cells of one layer against its exact row, the first, by variant; `sizes` are the variants' rows, `gold` the
+    tokens of the answer, if there is one."""
     log_p = model.get_output_embeddings()(leaving).float().log_softmax(-1)
     exact_row, rows = log_p[:1], log_p[1:]
     top, said = exact_row.argmax(-1), rows.argmax(-1)
     kept = None
-    if prompt.task:
-        right = top == torch.tensor([prompt.continuation[1 : leaving.shape[1] + 1]], device=leaving.device)
+    if gold:
+        right = top == torch.tensor([gold], device=leaving.device)
         kept = (said == top)[:, right[0]].float().mean(1).cpu() if bool(right.any()) else None
     figures = [kl(exact_row.expand_as(rows), rows), said == top, rank_correlation(exact_row, rows)]
     kls, same, ranks = (x.cpu().split(sizes) for x in figures)
@@ -192,6 +205,14 @@ class _Rest:
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._held = _Shared(keys, values, keys[:, :, :0], values[:, :, :0])
+
+    def spread(self, sizes: Sequence[int]) -> None:
+        """What one row of each layer has taken in so far, every row of that layer has: its `sizes` rows."""
+        held = self._held
+        if held.new_keys.shape[2]:
+            repeats = torch.tensor(sizes, device=held.keys.device)
+            new_keys, new_values = (x.repeat_interleave(repeats, 0) for x in (held.new_keys, held.new_values))
+            self._held = replace(held, new_keys=new_keys, new_values=new_values)
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[_Shared, _Shared]:
         held, rows = self._held, keys.shape[0]

@@ -133,6 +133,17 @@ def test_cells_of_all_layers_at_once_are_those_of_each_layer_alone(llama, stored
             assert together[layer][0].kl.shape == (3, steps)
 
 
+def test_given_tokens_count_as_prefilled(llama, stored):
+    """Cells behind the given tokens are those that all rows, fed these tokens too, show on the same steps."""
+    variants = {layer: [Variant(POLICY.bind(2, 32), tuple(bucket_ranges(LENGTH)))] for layer in range(2)}
+    behind = layer_cells(llama, stored, 0, variants, 6, given=10)
+    for layer in range(2):
+        (alone,) = layer_cells(llama, stored, 0, {layer: variants[layer]}, 6, given=10)[layer]
+        torch.testing.assert_close(behind[layer][0].kl, alone.kl, rtol=1e-3, atol=1e-7)
+        assert behind[layer][0].kl.shape == (3, 6)
+        assert float(alone.kl.min()) > 0
+
+
 def test_attention_that_tells_its_log_sum_exp_is_flash_attention_in_parts():
     """The path of devices whose flash kernel keeps the log-sum-exp to itself."""
     q, k, v = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (7, 40, 41))
