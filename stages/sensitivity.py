@@ -1,4 +1,4 @@
-"""KL of every cell for the probe quantizers: each layer alone, each position bucket, keys and values apart."""
+"""What every cell does under the probe quantizers: each layer alone, each position bucket; keys, values, both."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class SensitivityConfig:
     probe_policies: list[str]
     """Policies whose quantizers are probed cell by cell."""
     cohorts: list[str]
-    """Cohorts whose longest prompt is a probe prompt."""
+    """Cohorts whose longest prompt is a probe prompt; the needle set is asked besides."""
     steps: int
     manifest: Path
     prompts: Path
@@ -35,20 +35,26 @@ def main(config: SensitivityConfig) -> None:
 
     from kvdrift import models
     from kvdrift.ledger import load_policy
+    from kvdrift.measure.needles import answer_steps, needle_set
     from kvdrift.measure.reference import longest, stored
     from kvdrift.measure.sensitivity import SCHEMA, layer_rows, probes
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)
     batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
-    model, _ = models.load(config.manifest, config.profile.torch_device, "kvdrift")
+    model, tokenizer = models.load(config.manifest, config.profile.torch_device, "kvdrift")
     model.float()  # a cell's effect is often below bfloat16's own rounding noise
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
-    prompts = [longest(batches, cohort) for cohort in config.cohorts]
-    work = [(batch, at, layer) for batch, at in prompts for layer in range(batch.layers)]
+    asked = [(*longest(batches, cohort), range(config.steps), False) for cohort in config.cohorts]
+    asked += [
+        (batch, at, answer, True)
+        for batch, at in needle_set(batches, chosen[0].policy)
+        if (answer := answer_steps(tokenizer, batch.prompts[at]))
+    ]
+    work = [(*prompt, layer) for prompt in asked for layer in range(prompt[0].layers)]
     rows = []
-    for batch, at, layer in tqdm(work, desc="sensitivity", unit="layer"):
-        rows += layer_rows(model, batch, at, layer, chosen, config.steps)
+    for batch, at, scored, needle, layer in tqdm(work, desc="sensitivity", unit="layer"):
+        rows += layer_rows(model, batch, at, layer, chosen, scored, needle)
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
 

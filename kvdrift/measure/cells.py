@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import polars as pl
@@ -106,11 +107,12 @@ def packed_span(policy: CachePolicy, packed: range, bucket: range) -> range:
 
 @torch.inference_mode()
 def layer_cells(
-    model: Any, stored: Stored, row: int, layer: int, variants: Sequence[Variant], steps: int
+    model: Any, stored: Stored, row: int, layer: int, variants: Sequence[Variant], steps: int, given: int = 0
 ) -> list[Figures]:
-    """Every cell of one layer, by variant, on the first `steps` scored tokens of one prompt.
+    """Every cell of one layer, by variant, on `steps` scored tokens of one prompt, the first of them after `given`.
 
-    The model uses the kvdrift attention function.
+    The `given` tokens of the continuation count as prefilled: exact for all cells, and run as one row only. The model
+    uses the kvdrift attention function.
     """
     decoder, device = model.get_decoder(), model.device
     batches = [Variant(variants[0].policy, (range(0),)), *variants]
@@ -121,28 +123,30 @@ def layer_cells(
         cache.load_layer(layer, keys, values)
     rest = _Rest(stored, row, layer, len(decoder.layers), model)
     (entering,) = stored.read(f"hidden.{layer}")
-    entering = entering[row : row + 1, :steps].to(device, model.dtype)
+    entering = entering[row : row + 1, : given + steps].to(device, model.dtype)
+    starts = [*range(0, given, CHUNK), *range(given, entering.shape[1], CHUNK)]
     logits = []
     with _cell_attention(model):
-        for start in range(0, entering.shape[1], CHUNK):
-            chunk = entering[:, start : start + CHUNK]
+        for start, stop in pairwise([*starts, entering.shape[1]]):
+            chunk = entering[:, start:stop]
             shared = _shared_inputs(decoder, chunk, stored.length + start)
             parts = [
                 _run(decoder.layers[layer], chunk.expand(size, -1, -1), cache, shared)
                 for cache, size in zip(caches, sizes, strict=True)
             ]
-            hidden = torch.cat(parts)
+            hidden = torch.cat(parts) if start >= given else parts[0]
             for index in range(layer + 1, len(decoder.layers)):
                 hidden = _run(decoder.layers[index], hidden, rest, shared)
-            logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
+            if start >= given:
+                logits.append(model.get_output_embeddings()(decoder.norm(hidden)).float().log_softmax(-1))
     prompt = stored.prompts[row]
-    scored = min(steps, prompt.scored - 1)
+    scored = min(steps, prompt.scored - 1 - given)
     log_p = torch.cat(logits, dim=1)[:, :scored]
     exact_row, rows = log_p[:1], log_p[1:]
     top, said = exact_row.argmax(-1), rows.argmax(-1)
     kept = None
     if prompt.task:
-        right = top == torch.tensor([prompt.continuation[1 : scored + 1]], device=device)
+        right = top == torch.tensor([prompt.continuation[given + 1 : given + scored + 1]], device=device)
         kept = (said == top)[:, right[0]].float().mean(1).cpu() if bool(right.any()) else None
     figures = [kl(exact_row.expand_as(rows), rows), said == top, rank_correlation(exact_row, rows)]
     kls, same, ranks = (x.cpu().split(sizes[1:]) for x in figures)
