@@ -37,7 +37,7 @@ def main(config: SensitivityConfig) -> None:
     from kvdrift.ledger import load_policy
     from kvdrift.measure.needles import answer_steps, needle_set
     from kvdrift.measure.reference import longest, stored
-    from kvdrift.measure.sensitivity import SCHEMA, layer_rows, probes
+    from kvdrift.measure.sensitivity import SCHEMA, layer_rows, needle_rows, probes
     from kvdrift.prompts.prompt import from_frame
 
     torch.set_num_threads(config.profile.threads)
@@ -45,16 +45,14 @@ def main(config: SensitivityConfig) -> None:
     model, tokenizer = models.load(config.manifest, config.profile.torch_device, "kvdrift")
     model.float()  # a cell's effect is often below bfloat16's own rounding noise
     chosen = probes(config.policy, [load_policy(name) for name in config.probe_policies])
-    asked = [(*longest(batches, cohort), range(config.steps), False) for cohort in config.cohorts]
-    asked += [
-        (batch, at, answer, True)
-        for batch, at in needle_set(batches, chosen[0].policy)
-        if (answer := answer_steps(tokenizer, batch.prompts[at]))
-    ]
-    work = [(*prompt, layer) for prompt in asked for layer in range(prompt[0].layers)]
     rows = []
-    for batch, at, scored, needle, layer in tqdm(work, desc="sensitivity", unit="layer"):
-        rows += layer_rows(model, batch, at, layer, chosen, scored, needle)
+    for batch, at in tqdm([longest(batches, cohort) for cohort in config.cohorts], desc="sensitivity", unit="prompt"):
+        for layer in range(batch.layers):
+            rows += layer_rows(model, batch, at, layer, chosen, config.steps)
+    for batch, at in tqdm(needle_set(batches, chosen[0].policy), desc="needle set", unit="prompt"):
+        if answer := answer_steps(tokenizer, batch.prompts[at]):
+            for layer in range(batch.layers):
+                rows += needle_rows(model, batch, at, layer, chosen, answer)
     config.out.mkdir(parents=True, exist_ok=True)
     pl.DataFrame(rows, schema=SCHEMA).write_parquet(config.out / "cells.parquet")
 

@@ -67,39 +67,58 @@ def probes(searched: Mapping[str, Any], policies: Sequence[CachePolicy]) -> list
 
 
 def layer_rows(
-    model: Any, stored: Stored, at: int, layer: int, chosen: Sequence[Probe], scored: range, needle: bool = False
+    model: Any, stored: Stored, at: int, layer: int, chosen: Sequence[Probe], steps: int
 ) -> list[dict[str, Any]]:
-    """Rows of SCHEMA for one layer and one prompt, row `at` of its batch, on its `scored` tokens.
+    """Rows of SCHEMA for one layer and one prompt, row `at` of its batch, on its first `steps` scored tokens."""
+    asked = [(probe, tensor) for probe in chosen for tensor in (TENSORS if probe.by_bucket else TENSORS[:2])]
+    return _rows(model, stored, at, layer, asked, range(steps), needle=False)
 
-    A needle is asked in the cells of the probes that go bucket by bucket, and in no whole layer.
+
+def needle_rows(
+    model: Any, stored: Stored, at: int, layer: int, chosen: Sequence[Probe], answer: range
+) -> list[dict[str, Any]]:
+    """The same for a prompt of the needle set, on the scored tokens of its answer, of single cells only.
+
+    Keys alone and values alone are asked where both together lose a part of the answer: most cells lose nothing, and
+    asking them all would take thrice as long.
     """
-    whole = range(stored.length)
+    cells = [probe for probe in chosen if probe.by_bucket]
+    rows = _rows(model, stored, at, layer, [(probe, "both") for probe in cells], answer, needle=True)
+    lost = {row["probe"] for row in rows if row["kept"] is not None and row["kept"] < 1}
+    apart = [(probe, tensor) for probe in cells if probe.name in lost for tensor in TENSORS[:2]]
+    return rows + (_rows(model, stored, at, layer, apart, answer, needle=True) if apart else [])
+
+
+def _rows(
+    model: Any, stored: Stored, at: int, layer: int, asked: Sequence[tuple[Probe, str]], scored: range, needle: bool
+) -> list[dict[str, Any]]:
+    """Rows of SCHEMA for these probes and tensors on the scored tokens, which follow what counts as prefilled."""
     keys, values = (x[at] for x in stored.layer(layer))
-    variants, named = [], []
-    for probe in chosen:
-        if needle and not probe.by_bucket:
-            continue
+    whole, buckets = range(stored.length), bucket_ranges(stored.length)
+    wrong: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+    variants = []
+    for probe, tensor in asked:
         policy = probe.policy.bind(stored.layers, keys.shape[-1])
         pair = policy.layer(layer)
-        wrong = _errors(keys, values, replace(policy, layers=(pair,)))
-        spans = [*(() if needle else (whole,)), *(bucket_ranges(stored.length) if probe.by_bucket else ())]
-        for tensor in TENSORS if probe.by_bucket else TENSORS[:2]:
-            alone = {"key": LayerPolicy(key=pair.key), "value": LayerPolicy(value=pair.value)}.get(tensor, pair)
-            only = replace(policy, layers=tuple(alone if i == layer else LayerPolicy() for i in range(stored.layers)))
-            variants.append(Variant(only, tuple(spans)))
-            named.append((policy, {"probe": probe.name, "tensor": tensor}, wrong[tensor], spans))
+        if probe.name not in wrong:
+            wrong[probe.name] = _errors(keys, values, replace(policy, layers=(pair,)))
+        alone = {"key": LayerPolicy(key=pair.key), "value": LayerPolicy(value=pair.value)}.get(tensor, pair)
+        only = replace(policy, layers=tuple(alone if i == layer else LayerPolicy() for i in range(stored.layers)))
+        spans = [*(() if needle else (whole,)), *(buckets if probe.by_bucket else ())]
+        variants.append(Variant(only, tuple(spans)))
     found = layer_cells(model, stored, at, layer, variants, len(scored), scored.start)
     rows, nothing = [], dict.fromkeys(SCHEMA)
     shared = {"prompt": stored.prompts[at].id, "needle": needle, "layer": layer}
-    for (policy, names, (cosine, error), spans), figures in zip(named, found, strict=True):
-        full = range(policy.sink_tokens, packed_until(policy, stored.length))
-        for span, own in zip(spans, figures.rows(), strict=True):
-            row: dict[str, Any] = nothing | shared | names | {"bucket": None if span == whole else span.start}
-            if packed := packed_span(policy, full, span):
-                inner = slice(packed.start - full.start, packed.stop - full.start)
-                row |= {"start": packed.start, "stop": packed.stop} | own
+    for (probe, tensor), variant, figures in zip(asked, variants, found, strict=True):
+        packed = range(probe.policy.sink_tokens, packed_until(probe.policy, stored.length))
+        cosine, error = wrong[probe.name][tensor]
+        for span, own in zip(variant.ranges, figures.rows(), strict=True):
+            row: dict[str, Any] = nothing | shared | {"probe": probe.name, "tensor": tensor}
+            row |= {"bucket": None if span == whole else span.start}
+            if cell := packed_span(probe.policy, packed, span):
+                inner = slice(cell.start - packed.start, cell.stop - packed.start)
+                row |= {"start": cell.start, "stop": cell.stop} | own | ({} if needle else {"kept": None})
                 row |= {"cosine": float(cosine[inner].mean()), "error": float(error[inner].mean())}
-                row |= {} if needle else {"kept": None}
             rows.append(row)
     return rows
 

@@ -18,7 +18,7 @@ from kvdrift.measure.cells import Variant, layer_cells
 from kvdrift.measure.logits import kl
 from kvdrift.measure.needles import answer_steps, needle_set
 from kvdrift.measure.reference import Stored, run
-from kvdrift.measure.sensitivity import SCHEMA, Probe, layer_rows
+from kvdrift.measure.sensitivity import SCHEMA, Probe, layer_rows, needle_rows
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.prompts.prompt import Prompt
 
@@ -125,7 +125,7 @@ def layer_tensors(llama: Any, ids: torch.Tensor, layer: int) -> tuple[torch.Tens
 
 
 def test_keys_alone_values_alone_and_both_of_every_cell(llama: Any, stored: Stored) -> None:
-    rows = layer_rows(llama, stored, 0, 0, PROBES, range(STEPS))
+    rows = layer_rows(llama, stored, 0, 0, PROBES, STEPS)
     assert all(list(row) == list(SCHEMA) for row in rows)
     at = {(row["probe"], row["tensor"], row["bucket"]): row for row in rows}
     assert len(at) == len(rows)
@@ -144,15 +144,24 @@ def test_keys_alone_values_alone_and_both_of_every_cell(llama: Any, stored: Stor
     assert at["rough", "both", None]["kl"] == pytest.approx(float(found.kl.mean()), rel=1e-3)
 
 
-def test_a_needle_is_asked_in_cells_only_on_its_answer(llama: Any, stored: Stored) -> None:
-    rows = layer_rows(llama, stored, 0, 0, PROBES, range(5, 9), needle=True)
+FINE = replace(POLICY, name="fine", layers=(LayerPolicy(Quantizer(bits=8), Quantizer(bits=8)),))
+
+
+def test_a_needle_is_asked_on_its_answer_in_cells_and_apart_where_something_is_lost(llama: Any, stored: Stored) -> None:
+    chosen, buckets = [*PROBES, Probe("fine", FINE, True)], (0, 32, 128)
+    rows = needle_rows(llama, stored, 0, 0, chosen, range(1, 6))
+    assert all(list(row) == list(SCHEMA) and row["needle"] and row["kept"] is not None for row in rows)
+    assert len(rows) == 4 * len(buckets)
     assert {(row["probe"], row["tensor"], row["bucket"]) for row in rows} == {
-        ("rough", tensor, bucket) for tensor in ("key", "value", "both") for bucket in (0, 32, 128)
+        (probe, tensor, bucket)
+        for probe, tensor in (("rough", "both"), ("fine", "both"), ("rough", "key"), ("rough", "value"))
+        for bucket in buckets
     }
-    assert all(row["needle"] and row["kept"] is not None for row in rows)
+    assert {row["kept"] for row in rows if row["probe"] == "fine"} == {1.0}
     only = replace(POLICY.bind(2, 32), layers=(PAIR, LayerPolicy()))
-    (found,) = layer_cells(llama, stored, 0, 0, [Variant(only, (range(32, 128),))], 4, 5)
+    (found,) = layer_cells(llama, stored, 0, 0, [Variant(only, tuple(range(b, 4 * max(b, 8)) for b in buckets))], 5, 1)
+    both = [row for row in rows if (row["probe"], row["tensor"]) == ("rough", "both")]
     assert found.kept is not None
-    (both,) = [row for row in rows if (row["tensor"], row["bucket"]) == ("both", 32)]
-    assert both["kept"] == pytest.approx(float(found.kept[0]))
-    assert both["kl"] == pytest.approx(float(found.kl.mean()), rel=1e-3)
+    assert [row["kept"] for row in both] == pytest.approx(found.kept.tolist())
+    assert [row["kl"] for row in both] == pytest.approx(found.kl.mean(1).tolist(), rel=1e-3)
+    assert min(row["kept"] for row in both) < 1
