@@ -23,6 +23,7 @@ SCHEMA = pl.Schema(
         "prompt": pl.String,
         "needle": pl.Boolean,
         "probe": pl.String,
+        "policy": pl.String,
         "layer": pl.Int64,
         "tensor": pl.String,
         "bucket": pl.Int64,
@@ -31,9 +32,10 @@ SCHEMA = pl.Schema(
     }
     | dict.fromkeys((*FIGURES, "cosine", "error"), pl.Float64)
 )
-"""A row a cell; `error` is relative L2. A null bucket is the layer's whole packed span. [start, stop) are the packed
-tokens; empty cells have null figures. `needle` marks the needle set: its figures are those of the answer's tokens, and
-`kept` is told there only. For both tensors, cosine and error are the worse of keys' and values', token by token."""
+"""A row a cell; `probe` is what the search knows it by, `policy` whose quantizers it has; `error` is relative L2. A null
+bucket is the layer's whole packed span. [start, stop) are the packed tokens; empty cells have null figures. `needle`
+marks the needle set: its figures are those of the answer's tokens, and `kept` is told there only. For both tensors,
+cosine and error are the worse of keys' and values', token by token. The search reads whole layers, so no needle."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def probes(searched: Mapping[str, Any], policies: Sequence[CachePolicy]) -> list
         same = replace(base, name=policy.name, layers=policy.layers)
         twin = next((p for p in found if p.policy.layers == same.layers), None)
         if twin is not None:
-            found[found.index(twin)] = replace(twin, by_bucket=True)
+            found[found.index(twin)] = Probe(twin.name, replace(twin.policy, name=policy.name), True)
         else:
             found.append(Probe(policy.name, same, True))
     return found
@@ -113,7 +115,9 @@ def _rows(
         packed = range(probe.policy.sink_tokens, packed_until(probe.policy, stored.length))
         cosine, error = wrong[probe.name][tensor]
         for span, own in zip(variant.ranges, figures.rows(), strict=True):
-            row: dict[str, Any] = nothing | shared | {"probe": probe.name, "tensor": tensor}
+            row: dict[str, Any] = (
+                nothing | shared | {"probe": probe.name, "policy": probe.policy.name, "tensor": tensor}
+            )
             row |= {"bucket": None if span == whole else span.start}
             if cell := packed_span(probe.policy, packed, span):
                 inner = slice(cell.start - packed.start, cell.stop - packed.start)

@@ -92,11 +92,12 @@ def _probes(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     """A row a (probe, tensor), then its worst cells."""
     if not rows:
         return [f"{NOT_MEASURED}."]
-    head = ("probe", "tensor", "cells", "KL of layers alone, nats", "needles", "cells asked", "answers kept", "least")
-    names = ("probe", "tensor", "cells", "alone", "needles", "asked", "kept", "least")
+    head = ["probe", "tensor", "cells", "KL of layers alone, nats", "needles", "cells asked", "kept", "least kept"]
+    names = ("policy", "tensor", "cells", "alone", "needles", "asked", "kept")
     cells = [
         (
-            *(shown(row[name]) for name in ("probe", "tensor")),
+            row["policy"],
+            row["tensor"],
             shown(cell["layer"]),
             f"{cell['start']:,}–{cell['stop']:,}",
             *(shown(cell[name]) for name in ("kl", "cosine", "error", "same_top1", "rank_correlation")),
@@ -113,5 +114,12 @@ def _probes(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
         "the last. For both, cosine and error (relative L2) are the worse of keys and values. A dash is a cell in "
         "which no needle was asked."
     )
-    summary = Table(head, [tuple(blank(row[name]) for name in names) for row in rows])
+    summary = Table(head, [(*(blank(row[name]) for name in names), _least(row["least"])) for row in rows])
     return [PROBES, summary, explained, Table(named, cells)]
+
+
+def _least(cell: Mapping[str, Any] | None) -> str:
+    """The cell that keeps least of the answer, and where it is, if it loses any."""
+    if cell is None or cell["kept"] == 1:
+        return "–" if cell is None else "1"
+    return f"{shown(cell['kept'])} in layer {cell['layer']} at {cell['start']:,}–{cell['stop']:,}"

@@ -149,7 +149,7 @@ FINE = replace(POLICY, name="fine", layers=(LayerPolicy(Quantizer(bits=8), Quant
 
 def test_a_needle_is_asked_on_its_answer_in_cells_and_apart_where_something_is_lost(llama: Any, stored: Stored) -> None:
     chosen, buckets = [*PROBES, Probe("fine", FINE, True)], (0, 32, 128)
-    rows = needle_rows(llama, stored, 0, 0, chosen, range(1, 6))
+    rows = needle_rows(llama, stored, 0, 0, chosen, range(3, 8))
     assert all(list(row) == list(SCHEMA) and row["needle"] and row["kept"] is not None for row in rows)
     assert len(rows) == 4 * len(buckets)
     assert {(row["probe"], row["tensor"], row["bucket"]) for row in rows} == {
@@ -159,7 +159,7 @@ def test_a_needle_is_asked_on_its_answer_in_cells_and_apart_where_something_is_l
     }
     assert {row["kept"] for row in rows if row["probe"] == "fine"} == {1.0}
     only = replace(POLICY.bind(2, 32), layers=(PAIR, LayerPolicy()))
-    (found,) = layer_cells(llama, stored, 0, 0, [Variant(only, tuple(range(b, 4 * max(b, 8)) for b in buckets))], 5, 1)
+    (found,) = layer_cells(llama, stored, 0, 0, [Variant(only, tuple(range(b, 4 * max(b, 8)) for b in buckets))], 5, 3)
     both = [row for row in rows if (row["probe"], row["tensor"]) == ("rough", "both")]
     assert found.kept is not None
     assert [row["kept"] for row in both] == pytest.approx(found.kept.tolist())

@@ -14,7 +14,8 @@ def row(prompt: str, probe: str, layer: int, tensor: str, bucket: int | None, ne
     kept = None
     if needle:
         kept = {"n1": 0.6, "n2": 0.8}[prompt] if (layer, bucket, tensor) == (2, 0, "both") else 1.0
-    found: dict[str, Any] = {"prompt": prompt, "needle": needle, "probe": probe, "layer": layer, "tensor": tensor}
+    found: dict[str, Any] = {"prompt": prompt, "needle": needle, "layer": layer, "tensor": tensor}
+    found |= {"probe": probe, "policy": "kivi2" if probe == "2" else probe}
     found |= {"bucket": bucket, "start": start, "stop": stop, "kl": kl, "kl_max": 2 * kl, "same_top1": 0.9}
     return found | {"rank_correlation": 0.95, "kept": kept, "cosine": 0.99, "error": 0.1}
 

@@ -16,10 +16,10 @@ def table(*rows: dict[str, Any]) -> pl.DataFrame:
 
 def test_a_row_a_probe_and_tensor_with_its_worst_cells() -> None:
     rows = probe_rows(cells_frame())
-    assert [(found["probe"], found["tensor"]) for found in rows] == [
-        (probe, tensor) for probe in ("2", "int4") for tensor in ("key", "value", "both")
+    assert [(found["policy"], found["tensor"]) for found in rows] == [
+        (policy, tensor) for policy in ("int4", "kivi2") for tensor in ("key", "value", "both")
     ]
-    key = rows[0]
+    key = rows[3]
     assert key["cells"] == 3 * 3
     # layers 0, 1, 2 alone, mean over code and needle
     assert key["alone"] == pytest.approx(0.1 + 0.2 + 0.3 + 0.03 / 2 * 3)
@@ -35,16 +35,16 @@ def test_a_row_a_probe_and_tensor_with_its_worst_cells() -> None:
 
 
 def test_what_is_kept_is_the_mean_over_needles_of_that_cell() -> None:
-    key, value, both = probe_rows(cells_frame())[:3]
+    key, value, both = probe_rows(cells_frame())[3:]
     assert (key["needles"], key["asked"]) == (2, 6)
     worst = {(cell["layer"], cell["start"]): cell for cell in both["worst"]}
     assert worst[2, 16]["kept"] == pytest.approx(0.7)  # 0.6 of one needle, 0.8 of the other
     assert worst[2, 16]["needles"] == 2
     assert worst[2, 512]["kept"] is None
     assert worst[2, 512]["needles"] is None
-    assert both["least"] == pytest.approx(0.7)
+    assert both["least"] == {"layer": 2, "start": 16, "stop": 80, "kept": pytest.approx(0.7)}
     assert both["kept"] == pytest.approx((5 + 0.7) / 6)
-    assert (key["least"], value["least"]) == (1.0, 1.0)
+    assert (key["least"]["kept"], value["least"]["kept"]) == (1.0, 1.0)
 
 
 def test_a_needle_is_not_among_the_worst_cells_however_large_its_kl() -> None:
@@ -54,7 +54,7 @@ def test_a_needle_is_not_among_the_worst_cells_however_large_its_kl() -> None:
 
 def test_whole_layers_alone_are_no_cells_and_a_probe_without_cells_has_no_row() -> None:
     whole = cells_frame().filter(pl.col("bucket").is_null() | (pl.col("probe") == "2"))
-    assert {found["probe"] for found in probe_rows(whole)} == {"2"}
+    assert {found["policy"] for found in probe_rows(whole)} == {"kivi2"}
     assert probe_rows(whole.clear()) == []
 
 
@@ -95,4 +95,6 @@ def test_a_missing_or_torn_file_is_not_measured(tmp_path: Path) -> None:
 
 def test_a_cell_that_packs_nothing_counts_for_nothing() -> None:
     empty = row("code", "2", 0, "key", 2048) | dict.fromkeys(("start", "stop", "kl", "cosine", "error", "same_top1"))
-    assert probe_rows(pl.concat([cells_frame(), table(empty)], how="vertical_relaxed"))[0]["cells"] == 9
+    assert [row["cells"] for row in probe_rows(pl.concat([cells_frame(), table(empty)], how="vertical_relaxed"))] == [
+        9
+    ] * 6

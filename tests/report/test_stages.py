@@ -169,7 +169,7 @@ def test_every_layer_of_every_policy_is_in_one_table(finished: Run) -> None:
 
 def test_the_probes_are_told_from_the_sensitivity_map(finished: Run) -> None:
     text = (finished.root / "data/release/receipt.md").read_text().split("## Probes")[1].split("\n## ")[0]
-    assert "| 2 | both | 2 | 16–80 | 0.18 | 0.99 | 0.1 | 0.9 | 0.95 | 0.7 of 2 | needle-long |" in text
+    assert "| kivi2 | both | 2 | 16–80 | 0.18 | 0.99 | 0.1 | 0.9 | 0.95 | 0.7 of 2 | needle-long |" in text
     assert len(read(finished, "data/release/receipt.json")["probes"]) == 6
 
 
