@@ -25,6 +25,7 @@ class FrontierConfig:
     latency: Path
     drill: Path
     verdicts: Path
+    sensitivity: Path
     hashed: dict[str, list[Path]]
     """What the receipt binds the evidence to: a name → files and folders."""
     out: Path
@@ -50,8 +51,10 @@ def main(config: FrontierConfig) -> None:
     from kvdrift.report import changed, figures, frontier
     from kvdrift.report.evidence import read_json
     from kvdrift.report.floor import noise_floor
+    from kvdrift.report.maps import TABLE, layer_table
     from kvdrift.report.origin import commit, config_hash, hashed, plain, weight_hashes
     from kvdrift.report.page import embedded, render
+    from kvdrift.report.probes import probe_rows, read_cells
     from kvdrift.report.receipt import Run, receipt
     from kvdrift.report.sections import sections, title
 
@@ -109,6 +112,7 @@ def main(config: FrontierConfig) -> None:
     for path in drawn.values():
         shutil.copyfile(path, config.out / path.name)
     write(config.out / "policy.json", released.to_dict())
+    layer_table(verdicts).write_csv(config.out / TABLE)
     hashes = weight_hashes(manifest, config.manifest.parent)
     hashes += [hashed(name, paths) for name, paths in config.hashed.items()]
     hashes += [config_hash(selected, config.out / "receipt.json"), hashed("policy", [config.out / "policy.json"])]
@@ -124,6 +128,7 @@ def main(config: FrontierConfig) -> None:
         calibration=read_json(config.calibration / "calibration.json"),
         changes=changed.change_counts(examples, limits["critical"]),
         floor=floor,
+        probes=probe_rows(read_cells(config.sensitivity)),
         config=selected,
         commit=commit(Path()),
         hashes=hashes,
@@ -131,6 +136,7 @@ def main(config: FrontierConfig) -> None:
     )
     content = receipt(run, choice, released)
     paths = {"receipt": str(config.out / "receipt.md"), "changed": str(config.out / "changed_examples.html")}
+    paths |= {"layers": str(config.out / TABLE)}
     paths |= {name: str(path) for name, path in drawn.items()}
     write(config.out / "receipt.json", content)
     write(

@@ -35,7 +35,15 @@ class Picture:
     path: str
 
 
-Block = str | Table | Picture
+@dataclass(frozen=True)
+class Folded:
+    """A table behind one line: an HTML page unfolds it, a markdown page has the line alone."""
+
+    line: str
+    table: Table
+
+
+Block = str | Table | Picture | Folded
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ def environment() -> Environment:
     )
     found.tests["number"] = lambda text: re.fullmatch(r"[−-]?[\d.,e+-]+( (ms|MiB))?|–", text) is not None
     found.tests["table"] = lambda block: isinstance(block, Table)
+    found.tests["folded"] = lambda block: isinstance(block, Folded)
     found.tests["picture"] = lambda block: isinstance(block, Picture)
     found.filters["prose"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())

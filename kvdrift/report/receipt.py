@@ -35,6 +35,8 @@ class Run:
     changes: Sequence[Mapping[str, Any]]
     floor: Mapping[str, Any] | None
     """The reference against itself in another batch: what KL and agreement amount to noise."""
+    probes: Sequence[Mapping[str, Any]]
+    """What the probe quantizers do to single cells; empty if not measured."""
     config: Mapping[str, Any]
     """What was selected from conf/, as composed."""
     commit: Mapping[str, Any] | None
@@ -81,7 +83,8 @@ def receipt(run: Run, choice: Choice, released: CachePolicy) -> dict[str, Any]:
         "logits_by_position": verdict["logits_by_position"] if verdict else [],
         "steps": {verdict["policy"]: verdict["steps"] for verdict in run.verdicts},
         "noise_floor": run.floor,
-        "layers": verdict["layers"] if verdict else [],
+        "layer_maps": {verdict["policy"]: verdict["layers"] for verdict in run.verdicts},
+        "probes": list(run.probes),
         "logits": verdict["logits"] if verdict else None,
         "cohorts": verdict["cohorts"] if verdict else [],
         "cohorts_by_policy": {verdict["policy"]: verdict["cohorts"] for verdict in run.verdicts},

@@ -9,6 +9,7 @@ from typing import Any
 from kvdrift.report.behaviour import behaviour, losses
 from kvdrift.report.costs import costs
 from kvdrift.report.frontier import brief, unmet
+from kvdrift.report.maps import HEARD, maps
 from kvdrift.report.page import NOT_MEASURED, Block, Picture, Section, Table, blank, flat, shown
 from kvdrift.report.provenance import provenance
 
@@ -37,22 +38,6 @@ GATES = {
     "changed generations": "generations that differ from the reference's",
     "drill": "share of the drill's checks that passed",
 }
-HEARD = {"jensen_shannon": "weights", "top_overlap": "top positions kept"}
-HEARD |= {"value_output": "output, values alone", "combined_error": "output, both"}
-"""What attention makes of an error, by the same names wherever it stands."""
-LAYERS = {
-    "layer": "layer",
-    "key_bits": "key bits",
-    "value_bits": "value bits",
-    "saved_bytes": "saved bytes",
-    "key_cosine": "key cosine",
-    "value_cosine": "value cosine",
-    "key_error": "key error",
-    "value_error": "value error",
-    "kl": "KL, nats",
-    **HEARD,
-    "latency_share": "share of attention time",
-}
 RAILS = (
     "Each rail is tripped on purpose and passes if it does what it is there for. Damage, another tenant's block and "
     "another model's header have to be rejected by name. A request that is too long, of another shape, or with values "
@@ -61,11 +46,6 @@ RAILS = (
     "policy under test. Lack of memory has to end in a shorter prompt, an eviction or a refusal with the figures. "
     "Limits in this table, such as 1,024 tokens in `too long`, are the drill's own, set before anything is certified; "
     "the certified length stands under Policy."
-)
-LAYER_MAP = (
-    "Cosine, error (relative L2) and KL are those of the layer's worst position bucket; saved bytes are at the target "
-    "workload. What attention makes of it, named as in Slices: Jensen–Shannon divergence of its weights in nats, share "
-    "of its top positions kept, relative L2 error of its output with values alone and with both quantized."
 )
 
 
@@ -188,7 +168,6 @@ def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[
         "The cells that the gates `cell cos` and `cell kl` name, then those that use up most of their limits. Cosines "
         "are means over all prompts, KL is with only this cell quantized, on the prompt that shows it worst."
     )
-    layers = [tuple(blank(row.get(name)) for name in LAYERS) for row in receipt["layers"]]
     added = [
         (policy, row["prompt"], shown(row["predicted"]), shown(row["measured"]))
         for policy, rows in receipt["interaction"].items()
@@ -199,7 +178,7 @@ def _where(receipt: Mapping[str, Any], pictures: Mapping[str, Picture]) -> list[
     return [
         Section("Worst cells", [*worst, *pictures.values()]),
         Section("Interaction", ["KL in nats: do isolated effects add up?", adding if added else f"{NOT_MEASURED}."]),
-        Section("Layer map", [LAYER_MAP, Table(tuple(LAYERS.values()), layers)]),
+        *maps(receipt),
         Section("Slices", _slices(receipt)),
         Section("Errors over an answer", _steps(receipt)),
     ]

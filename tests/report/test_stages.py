@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 from made_up import Run, made_up
+from probing import cells_frame
 
 from kvdrift.composed import load_stage
 from kvdrift.config import check, compose
@@ -55,6 +56,7 @@ def written(run: Run) -> dict[str, bytes]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One finished run for all tests that write what is already there, or nothing."""
     run = made_up(tmp_path_factory.mktemp("run"))
+    cells_frame().write_parquet(run.path("sensitivity", "cells.parquet"))
     finish(run)
     return run
 
@@ -151,6 +153,33 @@ def test_changed_examples_are_kept_whole_and_shown_escaped(finished: Run) -> Non
     assert (rows[0]["cohort"], rows[0]["changed"], rows[0]["position"]) == ("copy", "other", 320)
     page = (finished.root / "data/release/changed_examples.html").read_text()
     assert "It is &lt;b&gt;12345&lt;/b&gt;." in page
+
+
+def test_every_layer_of_every_policy_is_in_one_table(finished: Run) -> None:
+    table = pl.read_csv(finished.root / "data/release/layers.csv")
+    assert table.group_by("policy", maintain_order=True).len().rows() == [("exact", 3), ("kivi4", 3), ("kivi2", 3)]
+    layer = read(finished, "data/verdict/kivi2.json")["layers"][1]
+    row = table.filter(policy="kivi2", layer=1).row(0, named=True)
+    assert {name: value for name, value in row.items() if name != "policy"} == pytest.approx(layer)
+    text = (finished.root / "data/release/receipt.md").read_text()
+    assert "`kivi4`, chosen: 4-bit keys" in text
+    assert "\n\n`kivi2`: 2-bit keys" in text
+    assert (finished.root / "data/release/receipt.html").read_text().count("<details>") == 2
+
+
+def test_the_probes_are_told_from_the_sensitivity_map(finished: Run) -> None:
+    text = (finished.root / "data/release/receipt.md").read_text().split("## Probes")[1].split("\n## ")[0]
+    assert "| kivi2 | both | 2 | 16–80 | 0.18 | 0.99 | 0.1 | 0.9 | 0.95 | 0.7 of 2 | needle-long |" in text
+    assert len(read(finished, "data/release/receipt.json")["probes"]) == 6
+
+
+@pytest.mark.parametrize("content", [None, b"PAR1 torn"])
+def test_a_map_that_is_missing_or_torn_stops_no_receipt(run: Run, content: bytes | None) -> None:
+    if content is not None:
+        run.path("sensitivity", "cells.parquet").write_bytes(content)
+    finish(run)
+    text = (run.root / "data/release/receipt.md").read_text().split("## Probes")[1]
+    assert text.strip().startswith("not measured.")
 
 
 def test_two_runs_write_the_same_bytes(finished: Run) -> None:
