@@ -154,11 +154,15 @@ auto uniform_codes(int bits) {
 
 // A tensor that stays exact is copied; it fits if it is finite.
 template <int32_t D>
-bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, uint8_t *to) {
+bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, int64_t ahead, uint8_t *to) {
     i32x16 bad = {};
     for (int t = 0; t < s.rows; t++, data += token_bytes, to += s.row_bytes) {
         std::memcpy(to, data, s.row_bytes);
-        for (int c = 0; c < s.row; c += LANES) bad |= not_finite(load_values<D>(data + c * bytes_of(D), s.row - c));
+        for (int c = 0; c < s.row; c += LANES) {
+            const uint8_t *from = data + c * bytes_of(D);
+            __builtin_prefetch(from + ahead);
+            bad |= not_finite(load_values<D>(from, s.row - c));
+        }
     }
     return !any(bad);
 }
@@ -172,7 +176,7 @@ template <int32_t D>
 bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, int64_t ahead,
                  uint8_t *page, int64_t head, Floats &scratch) {
     uint8_t *to = s.codes_of(page, head);
-    if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, to);
+    if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, ahead, to);
     fetch_to_write(to, int64_t(s.rows) * s.row_bytes);
     fetch_to_write(page + s.stored_offset(s.scales, head), int64_t(s.groups) * s.rows * s.scale_bytes);
     if (s.kind == UNIFORM) fetch_to_write(page + s.stored_offset(s.lows, head), int64_t(s.groups) * s.rows * s.scale_bytes);
@@ -189,7 +193,7 @@ bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, i
     }
 #endif
     if (padded != s.rows) std::fill(w.smallest, w.divisor, 0.0f);
-    const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride};
+    const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride, ahead};
     const bool finite = s.channel_major
                             ? read_channels<D>(in, s.group(), w.smallest, w.highest)
                             : read_tokens<D>(in, s.group(), w.smallest, w.highest, padded);
