@@ -133,6 +133,40 @@ def test_pages_equal_the_definition(
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(["float16", "bfloat16"]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([(64, 32), (64, 64), (128, 64), (96, 64), (256, 128)]),
+    st.sampled_from([0, 32, 64]),
+    st.lists(
+        st.one_of(
+            st.integers(0, 2**16 - 1),
+            st.integers(0x3000, 0x4100),
+            st.integers(0xB000, 0xC100),
+            st.sampled_from([0, 1, 0x7F, 0x80, 0x8000, 0x8001, 0x7BFF, 0xFBFF, 0x7C00, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(0, 2**31),
+)
+def test_case_4_pages_of_any_sixteen_bits(
+    dtype: str, bits: int, shape: tuple[int, int], group: int, words: list[int], seed: int
+) -> None:
+    """Groups of a few bit patterns: one sign or both, zeros of both signs, subnormals, infinities and NaNs of both."""
+    torch.manual_seed(seed)
+    head_dim, block = shape
+    pool = torch.tensor(words, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    keys, values = (pool[torch.randint(0, len(words), (4, 2, block, head_dim))] for _ in range(2))
+    keys[::2, ..., :5], values[::2, :, :5] = pool[0], pool[0]  # constant groups among the others
+    policy = LayerPolicy(
+        Quantizer(bits=bits, axis="channel", group=group if group and block % group == 0 else block),
+        Quantizer(bits=bits, group=group if head_dim % (group or 1) == 0 else 0),
+    )
+    seal_both(keys, values, block_layout(policy, block, 2, head_dim, 2))
+
+
 def test_case_4_half_steps_round_to_even() -> None:
     layout = block_layout(LayerPolicy(Quantizer(), Quantizer()), 32, 1, 64, 4)
     x = torch.arange(64).float().add(0.5).clamp(max=63).repeat(1, 1, 32, 1)

@@ -7,8 +7,6 @@
 namespace kvdrift {
 namespace {
 
-constexpr int WIDEST_ROW = 1024;  // of those that are read in whole lanes
-
 struct Strided {
     const uint8_t *data;
     int64_t block, head, token;  // bytes
@@ -45,21 +43,15 @@ bool store_steps(const TensorSpec &s, uint8_t *page, int64_t head, const Groups 
     return !any(bad);
 }
 
-// Sixteen lanes' steps for elements from `e` on of one token-major row; small groups may differ from lane to lane.
-INLINE f32x16 along_row(const float *steps, int64_t padded, int e, int group, int row) {
-    f32x16 x = {};
-    for (int i = 0; i < LANES && e + i < row; i++) x[i] = steps[(e + i) / group * padded];
-    return x;
-}
-
-// Aligned: groups and planes are whole lanes, so that sixteen elements share a step. OneGroup: so does the whole row.
+// Aligned: groups and planes are whole lanes, so that sixteen elements share a step. OneGroup: the whole row does.
 template <class Code, int Bits, bool Aligned, bool OneGroup>
 void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups &w, uint8_t *codes) {
     constexpr int P = 8 / Bits;
     const int plane = s.plane(), group = s.group();
     const int64_t padded = round_up(s.rows, LANES);
-    int64_t group_of[WIDEST_ROW / LANES];
-    for (int e = 0; Aligned && e < s.row; e += LANES) group_of[e / LANES] = e / group * padded;
+    std::vector<int32_t> at;  // of each element's step
+    if (!OneGroup) at.resize(s.row + LANES);
+    for (int g = 0; !OneGroup && g < s.groups; g++) std::fill_n(&at[g * group], group, g * padded);
     for (int t = 0; t < s.rows; t++, codes += s.row_bytes, tile += stride) {
         const float *divisors = &w.divisor[t], *reciprocals = &w.reciprocal[t], *bases = &w.base[t];
         const Divisor only_divisor = {broadcast(divisors[0]), broadcast(reciprocals[0])};
@@ -69,14 +61,11 @@ void token_codes(const TensorSpec &s, const float *tile, int64_t stride, const G
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
                 const int e = p * plane + i;
-                const int64_t at = Aligned ? group_of[e / LANES] : 0;
-                const Divisor divisor = OneGroup  ? only_divisor
-                                        : Aligned ? Divisor{broadcast(divisors[at]), broadcast(reciprocals[at])}
-                                                  : Divisor{along_row(divisors, padded, e, group, s.row),
-                                                            along_row(reciprocals, padded, e, group, s.row)};
-                const f32x16 base = OneGroup  ? only_base
-                                    : Aligned ? broadcast(bases[at])
-                                              : along_row(bases, padded, e, group, s.row);
+                const auto along = [&](const float *steps) {
+                    return Aligned ? broadcast(steps[at[e]]) : gather(steps, &at[e]);
+                };
+                const Divisor divisor = OneGroup ? only_divisor : Divisor{along(divisors), along(reciprocals)};
+                const f32x16 base = OneGroup ? only_base : along(bases);
                 const f32x16 x =
                     Aligned || e + LANES <= stride ? load<f32x16>(tile + e) : load_part<f32x16>(tile + e, stride - e);
                 bytes |= Code::of(x, divisor, base) << (Bits * p);  // what is above the low byte is dropped
@@ -137,11 +126,11 @@ struct Float8 {
 
 template <class Code, int Bits>
 void codes(const TensorSpec &s, const float *tile, int64_t stride, const Groups &w, uint8_t *to) {
-    const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0 && s.row <= WIDEST_ROW;
-    const auto write = s.channel_major ? (aligned ? channel_codes<Code, Bits, true> : channel_codes<Code, Bits, false>)
-                       : !aligned       ? token_codes<Code, Bits, false, false>
-                       : s.groups > 1   ? token_codes<Code, Bits, true, false>
-                                        : token_codes<Code, Bits, true, true>;
+    const bool aligned = s.plane() % LANES == 0 && s.group() % LANES == 0;
+    const auto write =
+        s.channel_major ? (aligned ? channel_codes<Code, Bits, true> : channel_codes<Code, Bits, false>)
+        : s.groups > 1  ? (aligned ? token_codes<Code, Bits, true, false> : token_codes<Code, Bits, false, false>)
+                        : (aligned ? token_codes<Code, Bits, true, true> : token_codes<Code, Bits, false, true>);
     write(s, tile, stride, w, to);
 }
 
@@ -154,11 +143,15 @@ auto uniform_codes(int bits) {
 
 // A tensor that stays exact is copied; it fits if it is finite.
 template <int32_t D>
-bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, uint8_t *to) {
+bool seal_exact(const TensorSpec &s, const uint8_t *data, int64_t token_bytes, int64_t ahead, uint8_t *to) {
     i32x16 bad = {};
     for (int t = 0; t < s.rows; t++, data += token_bytes, to += s.row_bytes) {
         std::memcpy(to, data, s.row_bytes);
-        for (int c = 0; c < s.row; c += LANES) bad |= not_finite(load_values<D>(data + c * bytes_of(D), s.row - c));
+        for (int c = 0; c < s.row; c += LANES) {
+            const uint8_t *from = data + c * bytes_of(D);
+            __builtin_prefetch(from + ahead);
+            bad |= not_finite(load_values<D>(from, s.row - c));
+        }
     }
     return !any(bad);
 }
@@ -172,7 +165,7 @@ template <int32_t D>
 bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, int64_t token_bytes, int64_t ahead,
                  uint8_t *page, int64_t head, Floats &scratch) {
     uint8_t *to = s.codes_of(page, head);
-    if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, to);
+    if (s.kind == EXACT) return seal_exact<D>(s, data, token_bytes, ahead, to);
     fetch_to_write(to, int64_t(s.rows) * s.row_bytes);
     fetch_to_write(page + s.stored_offset(s.scales, head), int64_t(s.groups) * s.rows * s.scale_bytes);
     if (s.kind == UNIFORM) fetch_to_write(page + s.stored_offset(s.lows, head), int64_t(s.groups) * s.rows * s.scale_bytes);
@@ -189,7 +182,7 @@ bool seal_tensor(const TensorSpec &s, const BlockSpec &b, const uint8_t *data, i
     }
 #endif
     if (padded != s.rows) std::fill(w.smallest, w.divisor, 0.0f);
-    const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride};
+    const Reading in = {data, token_bytes, b.block, b.head_dim, tile, stride, ahead};
     const bool finite = s.channel_major
                             ? read_channels<D>(in, s.group(), w.smallest, w.highest)
                             : read_tokens<D>(in, s.group(), w.smallest, w.highest, padded);

@@ -51,6 +51,15 @@ class Floats {
     }
 };
 
+INLINE f32x16 gather(const float *from, const int32_t *at) {
+#ifdef KVDRIFT_AVX512
+    return (f32x16)_mm512_i32gather_ps(_mm512_loadu_si512(at), from, 4);
+#else
+    f32x16 x;
+    for (int i = 0; i < LANES; i++) x[i] = from[at[i]];
+    return x;
+#endif
+}
 INLINE f32x16 broadcast(float x) { return x - (f32x16){}; }
 INLINE i32x16 as_int(f32x16 x) { return (i32x16)x; }
 INLINE f32x16 as_float(i32x16 x) { return (f32x16)x; }

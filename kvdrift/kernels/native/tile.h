@@ -29,14 +29,13 @@ struct Reading {
     int tokens, channels;
     float *tile;  // [tokens][stride], padded with zeros to whole lanes
     int64_t stride;
+    int64_t ahead;  // bytes to what is read next, which is fetched meanwhile
 };
-
-constexpr int64_t AHEAD = 16384;  // blocks follow each other in memory, so this also begins the next one
 
 // `spoiled` stays zero as long as every value is finite; four of them, since one chain of sums would be slow.
 template <int32_t D>
-INLINE f32x16 take(const uint8_t *from, int n, float *to, f32x16 &spoiled) {
-    __builtin_prefetch(from + AHEAD);
+INLINE f32x16 take(const uint8_t *from, int64_t ahead, int n, float *to, f32x16 &spoiled) {
+    __builtin_prefetch(from + ahead);
     const f32x16 x = load_values<D>(from, n);
     spoiled = plus_zero_times(spoiled, x);
     store(to, x);
@@ -60,7 +59,7 @@ INLINE void read_columns(const Reading &in, int c, int group, float *smallest, f
         for (int t = 0; t < group; t++, from += token_bytes, to += stride)
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
-                const f32x16 x = take<D>(from + n * LANES * bytes_of(D), part, to + n * LANES, spoiled[n]);
+                const f32x16 x = take<D>(from + n * LANES * bytes_of(D), in.ahead, part, to + n * LANES, spoiled[n]);
                 lo[n] = min(lo[n], x), hi[n] = max(hi[n], x);
             }
 #pragma GCC unroll 4
@@ -91,7 +90,7 @@ INLINE bool read_rows(const Reading &in, int group, float *smallest, float *high
             const int row = std::min(t + i, in.tokens - 1);
             from[i] = in.data + row * in.token_bytes, to[i] = in.tile + row * in.stride;
             for (int c = 0; !WholeLanes && c < in.channels; c += LANES)
-                take<D>(from[i] + c * bytes_of(D), in.channels - c, to[i] + c, spoiled[i]);
+                take<D>(from[i] + c * bytes_of(D), in.ahead, in.channels - c, to[i] + c, spoiled[i]);
         }
         for (int start = 0, g = 0; start < in.channels; start += group, g++) {
             f32x16 lo[4], hi[4];
@@ -99,7 +98,7 @@ INLINE bool read_rows(const Reading &in, int group, float *smallest, float *high
             for (int c = start; c < start + group; c += STEP)
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
-                    const f32x16 x = WholeLanes ? take<D>(from[i] + c * bytes_of(D), LANES, to[i] + c, spoiled[i])
+                    const f32x16 x = WholeLanes ? take<D>(from[i] + c * bytes_of(D), in.ahead, LANES, to[i] + c, spoiled[i])
                                                 : broadcast(to[i][c]);
                     lo[i] = min(lo[i], x), hi[i] = max(hi[i], x);
                 }

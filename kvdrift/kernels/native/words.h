@@ -13,13 +13,14 @@ struct Groups {
 
 #ifdef KVDRIFT_VNNI
 
-constexpr int WORDS = 2 * LANES;
+constexpr int WORDS = 2 * LANES, MOST_PIECES = 32;  // in a vector; vectors of the longest row
 
 // Whether groups, planes and stores are whole vectors.
 inline bool whole_words(const TensorSpec &s) {
     const int plane = s.plane(), group = s.group();
     if (s.kind != UNIFORM || s.scale_bytes != 2) return false;
     if (s.channel_major) return s.rows % WORDS == 0 && plane % 16 == 0 && group % 16 == 0;
+    if (s.row > MOST_PIECES * WORDS) return false;
     return s.rows % 16 == 0 && group % WORDS == 0 && (plane == WORDS || plane % (2 * WORDS) == 0);
 }
 
@@ -172,7 +173,7 @@ INLINE void token_words(const TensorSpec &s, const uint8_t *from, int64_t token_
     }();
     const __m512i bytes = load_words(order.of);
     const int plane = s.plane(), group = s.group(), tokens = plane == WORDS ? 2 : 1;
-    int64_t group_of[1024 / WORDS] = {};
+    int64_t group_of[MOST_PIECES] = {};
     for (int e = 0; !OneGroup && e < s.row; e += WORDS) group_of[e / WORDS] = int64_t(e / group) * s.rows;
     for (int t = 0; t < s.rows; t += tokens)
         for (int i = 0; i < plane; i += 2 * WORDS, to += 64) {
