@@ -139,7 +139,7 @@ def layer_cells(
                 shared = _shared_inputs(decoder, chunk, stored.length + start)
                 before = hidden[at]
                 if start == given:
-                    rest.spread([sum(own) for own in rows.values()])
+                    rest.spread([sum(own) for own in rows.values() if own])
                 parts = [] if before is None else [_run(block, before, rest, shared)]
                 own = [
                     _run(block, chunk.expand(size, -1, -1), cache, shared)

@@ -5,6 +5,7 @@ pytest tests/measure/test_cells.py
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ POLICY = CachePolicy(
 
 @pytest.fixture
 def stored(llama: Any, tmp_path: Path) -> Stored:
+    return store(llama, tmp_path)
+
+
+def store(llama: Any, folder: Path) -> Stored:
     tokens = torch.randint(0, 97, (2, LENGTH + STEPS + 1), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = tuple(
         Prompt(
@@ -56,8 +61,8 @@ def stored(llama: Any, tmp_path: Path) -> Stored:
     llama.set_attn_implementation("sdpa")
     tensors, _ = run(llama, prompts)
     llama.set_attn_implementation("kvdrift")
-    save_file(tensors, tmp_path / "b.safetensors")
-    return Stored(tmp_path / "b.safetensors", prompts)
+    save_file(tensors, folder / "b.safetensors")
+    return Stored(folder / "b.safetensors", prompts)
 
 
 def key_scales_off(monkeypatch: pytest.MonkeyPatch, layer: int, bucket: range) -> None:
@@ -142,6 +147,21 @@ def test_given_tokens_count_as_prefilled(llama, stored):
         torch.testing.assert_close(behind[layer][0].kl, alone.kl, rtol=1e-3, atol=1e-7)
         assert behind[layer][0].kl.shape == (3, 6)
         assert float(alone.kl.min()) > 0
+
+
+def test_layers_without_cells_between_others_are_passed_through(llama, tmp_path):
+    config = copy.deepcopy(llama.config)
+    config.num_hidden_layers = 4
+    torch.manual_seed(3)
+    deeper = type(llama)(config).eval()
+    stored = store(deeper, tmp_path)
+    spans = tuple(bucket_ranges(LENGTH))
+    variants = {layer: [Variant(POLICY.bind(4, 32), spans)] for layer in (0, 2)}
+    found = layer_cells(deeper, stored, 0, variants, 6, given=10)
+    assert found.keys() == {0, 2}
+    for layer in (0, 2):
+        (alone,) = layer_cells(deeper, stored, 0, {layer: variants[layer]}, 6, given=10)[layer]
+        torch.testing.assert_close(found[layer][0].kl, alone.kl, rtol=1e-3, atol=1e-7)
 
 
 def test_attention_that_tells_its_log_sum_exp_is_flash_attention_in_parts():
