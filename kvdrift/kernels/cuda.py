@@ -1,4 +1,4 @@
-"""The four functions of `definition` on a CUDA device (compute capability 8.0 and up): the sources in `cuda/`, compiled
+"""The five functions of `definition` on a CUDA device (compute capability 8.0 and up): the sources in `cuda/`, compiled
 by NVRTC through CuPy for the exact shape, run on torch's current stream.
 
 Codes, scales and lows equal the definition's on a CPU bit for bit, subnormals included. Attention multiplies codes in

@@ -1,5 +1,6 @@
 // Sixteen lanes, written with the compiler's vector extensions: one AVX-512 register where there is one, several
-// narrower registers elsewhere. Intrinsics appear only here, where the compiler would not find the instruction itself.
+// narrower registers elsewhere. Intrinsics appear here and in words.h and digit_loops.h, where the compiler would not find
+// the instruction itself.
 // -DKVDRIFT_PORTABLE leaves them out, so that one machine can test both.
 #pragma once
 #include <cmath>
