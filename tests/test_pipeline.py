@@ -65,6 +65,14 @@ def test_what_dvc_shows(finished: Clone, tmp_path: Path) -> None:
     assert not plots.get("errors")
 
 
+def test_generated_tokens_have_figures_of_their_own(finished: Clone) -> None:
+    verdict = json.loads((finished.root / f"data/verdict/{finished.policies()[0]}.json").read_text())
+    assert [gate["passed"] for gate in verdict["gates"] if gate["name"] == "evidence"] == [True]
+    told = {row["at"]: row for row in verdict["slices"] if row["slice"] == "region"}
+    assert told.keys() == {"prompt", "generated"}
+    assert all(value is not None for row in told.values() for value in row.values())
+
+
 @pytest.mark.parametrize(
     ("command", "outputs", "absent"),
     [

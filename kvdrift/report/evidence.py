@@ -98,7 +98,9 @@ def interaction(evidence: Evidence) -> list[dict[str, Any]]:
     if cells is None or logits is None:
         return []
     predicted = cells.drop_nulls("kl").group_by("prompt", maintain_order=True).agg(predicted=pl.col("kl").sum())
-    measured = logits.group_by("prompt", maintain_order=True).agg(measured=pl.col("kl").cast(pl.Float64).mean())
+    # sorted, so that a group is summed as a whole: threads that each sum a part end in no fixed order
+    kl = pl.col("kl").cast(pl.Float64).sort()
+    measured = logits.group_by("prompt", maintain_order=True).agg(measured=kl.mean())
     return predicted.join(measured, on="prompt", how="inner", maintain_order="left").to_dicts()
 
 
