@@ -32,10 +32,11 @@ SCHEMA = pl.Schema(
     }
     | dict.fromkeys((*FIGURES, "cosine", "error"), pl.Float64)
 )
-"""A row a cell; `probe` is what the search knows it by, `policy` whose quantizers it has; `error` is relative L2. A null
-bucket is the layer's whole packed span. [start, stop) are the packed tokens; empty cells have null figures. `needle`
-marks the needle set: its figures are those of the answer's tokens, and `kept` is told there only. For both tensors,
-cosine and error are the worse of keys' and values', token by token. The search reads whole layers, so no needle."""
+"""A row a cell; `probe` is what the search knows it by, `policy` whose quantizers it has; `error` is relative L2. A
+null bucket is the layer's whole packed span. [start, stop) are the packed tokens; empty cells have null figures.
+`needle` marks the needle set: its figures are those of the answer's tokens, and `kept` is told there only. For both
+tensors, cosine and error are the worse of keys' and values', token by token. The search reads whole layers, so no
+needle."""
 
 
 @dataclass(frozen=True)
