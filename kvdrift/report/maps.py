@@ -110,9 +110,9 @@ def _probes(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     named = ["probe", "tensor", "layer", "tokens", "KL alone, nats", "cosine", "error", "same top-1"]
     named += ["rank correlation", "answers kept, of needles", "shown by prompt"]
     explained = (
-        "The worst cells of each, by KL on the prompt that shows them worst; tokens are the first and the one after "
-        "the last. For both, cosine and error (relative L2) are the worse of keys and values. A dash is a cell in "
-        "which no needle was asked."
+        "The worst cells of each, by KL on the prompt that shows them worst, then the cell that keeps least if any "
+        "loses a part of the answer; tokens are the first and the one after the last. For both, cosine and error "
+        "(relative L2) are the worse of keys and values. A dash is a cell in which no needle was asked."
     )
     summary = Table(head, [(*(blank(row[name]) for name in names), _least(row["least"])) for row in rows])
     return [PROBES, summary, explained, Table(named, cells)]

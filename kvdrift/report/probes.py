@@ -45,7 +45,8 @@ def probe_rows(cells: pl.DataFrame | None) -> list[dict[str, Any]]:
     `cells` counts them, `alone` is the KL of each layer alone summed over layers, in nats, mean over prompts. `needles`
     prompts were asked for their answer in `asked` cells: `kept` is the share of its tokens kept, mean over all of
     these, `least` the cell that keeps least, as {layer, start, stop, kept}; None where nothing was asked. `worst` holds
-    the cells of the largest KL, each with SHOWN, and its own `kept` and `needles`.
+    the cells of the largest KL, then the one that keeps least if it loses any; each has SHOWN, and its own `kept` and
+    `needles`.
     """
     if cells is None:
         return []
@@ -59,11 +60,11 @@ def probe_rows(cells: pl.DataFrame | None) -> list[dict[str, Any]]:
         kept = kept.sort("kept", "layer", "bucket")
         told = own.filter(~pl.col("needle")).sort("kl", "prompt", "layer", "bucket", descending=[True, *[False] * 3])
         told = told.unique(["layer", "bucket"], keep="first", maintain_order=True)
-        worst = (
-            told.head(WORST)
-            .drop("kept")
-            .join(kept.drop("start", "stop"), on=["layer", "bucket"], how="left", maintain_order="left")
-        )
+        named = kept.head(1).filter(pl.col("kept") < 1)
+        named = told.join(named, on=["layer", "bucket"], how="semi", maintain_order="left")
+        worst = pl.concat([told.head(WORST), named]).unique(["layer", "bucket"], keep="first", maintain_order=True)
+        own_kept = kept.drop("start", "stop")
+        worst = worst.drop("kept").join(own_kept, on=["layer", "bucket"], how="left", maintain_order="left")
         row: dict[str, Any] = {"policy": policy, "tensor": tensor, "cells": told.height, "alone": _finite(alone)}
         row |= {"needles": asked["prompt"].n_unique(), "asked": kept.height}
         row |= {

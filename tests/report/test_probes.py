@@ -47,6 +47,17 @@ def test_what_is_kept_is_the_mean_over_needles_of_that_cell() -> None:
     assert (key["least"]["kept"], value["least"]["kept"]) == (1.0, 1.0)
 
 
+def test_the_cell_that_keeps_least_is_shown_beside_the_worst_by_kl() -> None:
+    there = pl.col("needle") & (pl.col("layer") == 0) & (pl.col("bucket") == 0) & (pl.col("tensor") == "both")
+    lost = cells_frame().with_columns(kept=pl.when(there).then(0.2).otherwise("kept"))
+    worst = probe_rows(lost)[5]["worst"]
+    assert len(worst) == 6
+    assert (worst[5]["layer"], worst[5]["start"], worst[5]["needles"]) == (0, 16, 2)
+    assert worst[5]["kept"] == pytest.approx(0.2)
+    assert worst[5]["kl"] == pytest.approx(0.08)
+    assert [len(row["worst"]) for row in probe_rows(cells_frame())] == [5] * 6
+
+
 def test_a_needle_is_not_among_the_worst_cells_however_large_its_kl() -> None:
     spoilt = cells_frame().with_columns(kl=pl.when("needle").then(9.0).otherwise("kl"))
     assert probe_rows(spoilt)[0]["worst"] == probe_rows(cells_frame())[0]["worst"]
