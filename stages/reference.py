@@ -38,7 +38,8 @@ def main(config: ReferenceConfig) -> None:
     model, tokenizer = models.load(config.manifest, config.profile.torch_device)
     store(model, tokenizer, prompts, config.out, config.profile.seed)
     shared = [batch for batch in stored(config.out, prompts) if len(batch.prompts) > 1]
-    lengths = {batch.length: batch for batch in reversed(shared)}
+    longest_first = sorted(shared, key=lambda batch: len(batch.prompts[0].continuation), reverse=True)
+    lengths = {batch.length: batch for batch in longest_first}  # of each length the one with the fewest tokens to score
     floor = [noise_floor(model, batch) for batch in list(lengths.values())[: config.floor_batches]]
     pl.concat(floor).write_parquet(config.out / "noise_floor.parquet")
     generations = pl.read_parquet(config.out / "generations.parquet").filter(mode="greedy")
