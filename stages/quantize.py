@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvdrift.config import Profile, stage
 
@@ -30,9 +31,8 @@ def main(config: QuantizeConfig) -> None:
     from kvdrift import ledger, models
     from kvdrift.layout import layer_layouts
     from kvdrift.measure.held import reconcile
-    from kvdrift.measure.pages import through_pages
     from kvdrift.measure.plans import read_plan
-    from kvdrift.measure.quantized import ATTENTION, ERRORS, attention_rows, error_rows, fed
+    from kvdrift.measure.quantized import ATTENTION, ERRORS, prompt_rows
     from kvdrift.measure.reference import stored
     from kvdrift.prompts.prompt import from_frame
 
@@ -43,7 +43,7 @@ def main(config: QuantizeConfig) -> None:
     ranges = load_file(config.calibration / "ranges.safetensors")
     batches = stored(config.reference, from_frame(pl.read_parquet(config.prompts)))
 
-    errors, attention, escalated, reconciled = [], [], 0, []
+    found, reconciled = [], list[dict[str, Any]]()
     seen: set[tuple[str, int]] = set()  # one prompt of each cohort and length shows what packing does to its tensors
     for batch in tqdm(batches, desc=f"quantize {config.plan}", unit="batch"):
         first = {
@@ -52,30 +52,18 @@ def main(config: QuantizeConfig) -> None:
             if (prompt.cohort, batch.length) not in seen
         }
         seen |= {(cohort, batch.length) for cohort in first}
-        for layer, layout in enumerate(layouts if first else ()):
-            if layout is None:
-                continue
-            names = ("keys", "new_keys", "values", "new_values", "queries")
-            keys, new_keys, values, new_values, queries = batch.read(*(f"{name}.{layer}" for name in names))
-            for row in sorted(first.values()):
-                prompt = batch.prompts[row]
-                new = fed(prompt)  # its own tokens, without what makes the batch rectangular
-                k = torch.cat([keys[row], new_keys[row, :, :new]], dim=1)
-                v = torch.cat([values[row], new_values[row, :, :new]], dim=1)
-                decoded = through_pages(k, v, policy, layout)
-                escalated += decoded.escalated
-                errors += error_rows(prompt, layer, k, v, decoded, ranges)
-                attention += attention_rows(prompt, layer, queries[row], k, v, decoded, policy)
+        found += [prompt_rows(batch, row, layouts, policy, ranges) for row in sorted(first.values())]
         if batch.length not in {row["tokens"] for row in reconciled}:
             reconciled.append(reconcile(batch, policy, shape))
     config.out.mkdir(parents=True, exist_ok=True)
+    errors, attention = ([row for rows in found for row in getattr(rows, name)] for name in ("errors", "attention"))
     for rows, schema, suffix in ((errors, ERRORS, ""), (attention, ATTENTION, "_attention")):
         frame = pl.DataFrame(rows, schema=schema)
         frame.write_parquet(config.out / f"{config.plan}{suffix}.parquet", metadata={"policy": policy.id})
     content = {
         "policy": policy.id,
         "bits_per_element": ledger.bits_per_element(policy, shape),
-        "escalated_blocks": escalated,
+        "escalated_blocks": sum(rows.escalated for rows in found),
         "memory": reconciled,
         "reconciled": all(row["reconciled"] for row in reconciled),
     }

@@ -5,6 +5,7 @@ do under the reference's own pattern, and both. A slice is the part of the cache
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,40 +23,42 @@ LARGEST = 80.0
 class AttentionError:
     """Figures of one slice of a layer and prompt, means over heads and the queries that see a token of the slice."""
 
-    key_logits: float
+    key_logits: Float[Tensor, " layers"]
     """RMS change of pre-softmax attention logits over the slice's keys."""
-    jensen_shannon: float
+    jensen_shannon: Float[Tensor, " layers"]
     """Jensen–Shannon divergence of attention weights, in nats, with only the slice's keys quantized."""
-    value_output: float
+    value_output: Float[Tensor, " layers"]
     """Relative L2 of the attention output: the reference's weights replayed over the slice's quantized values."""
-    combined_error: float
+    combined_error: Float[Tensor, " layers"]
     """The same with keys and values of the slice quantized."""
 
 
 class Replay:
-    """Attention of the stored queries over one layer of a sequence, exact and decoded, in float32."""
+    """Attention of the stored queries over a sequence, exact and decoded, in float32; several layers at once, since
+    what a layer takes is mostly the calls."""
 
     def __init__(
         self,
-        queries: Float[Tensor, "query_heads C d"],
-        keys: Float[Tensor, "kv_heads N d"],
-        values: Float[Tensor, "kv_heads N d"],
-        decoded: Decoded,
+        queries: Float[Tensor, "layers query_heads C d"],
+        keys: Float[Tensor, "layers kv_heads N d"],
+        values: Float[Tensor, "layers kv_heads N d"],
+        decoded: Sequence[Decoded],
         seen: Int[Tensor, "C"],
         packed: Bool[Tensor, "C tokens"],
         scaling: float,
     ) -> None:
-        """A query sees the first `seen` of the keys, and reads packed what `packed` marks of the decoded span; some
-        query must read some token so."""
-        heads, span = keys.shape[0], slice(decoded.span.start, decoded.span.stop)
+        """A query sees the first `seen` of the keys, and reads packed what `packed` marks of the decoded span, which
+        all layers share; some query must read some token so."""
+        heads, span = keys.shape[1], slice(decoded[0].span.start, decoded[0].span.stop)
+        new_keys, self._new_values = (torch.stack(x) for x in zip(*((d.keys, d.values) for d in decoded), strict=True))
         # rows of a KV head: its query heads × C
-        q = queries.float().unflatten(0, (heads, -1)).flatten(1, 2) * scaling
-        self._group = q.shape[1] // queries.shape[1]
-        logits = q @ keys.float().transpose(1, 2)
+        q = queries.float().unflatten(1, (heads, -1)).flatten(2, 3) * scaling
+        self._group = q.shape[2] // queries.shape[2]
+        logits = q @ keys.float().transpose(2, 3)
         least = int(seen.min())  # all queries see the keys before it
-        beyond = torch.arange(least, keys.shape[1], device=seen.device) >= seen[:, None]
+        beyond = torch.arange(least, keys.shape[2], device=seen.device) >= seen[:, None]
         logits[..., least:].masked_fill_(self._by_head(beyond), -math.inf)
-        moved = q @ (decoded.keys - keys[:, span].float()).transpose(1, 2)
+        moved = q @ (new_keys - keys[:, :, span].float()).transpose(2, 3)
         self._moved_squared = moved.square()
         self._weights = logits.softmax(-1)
         self._before = self._weights[..., span]
@@ -63,7 +66,7 @@ class Replay:
         self._after = (log_weights + moved).clamp_max(LARGEST).exp()
         """The candidate's weights on the reference's scale, were all of the span packed: they need not sum to one."""
         self._output = self._weights @ values.float()
-        self._values, self._new_values = values[:, span].float(), decoded.values
+        self._values = values[:, :, span].float()
         self._span, self._packed = span, packed
 
     def error(self, inside: Bool[Tensor, "C tokens"]) -> AttentionError:
@@ -75,19 +78,19 @@ class Replay:
         moved, p, u = (x[..., columns] for x in (self._moved_squared, self._before, self._after))
         if not bool(rows.all()):
             moved, p, u = moved * rows, p * rows, u * rows
-        values, new_values = self._values[:, columns], self._new_values[:, columns]
+        values, new_values = self._values[:, :, columns], self._new_values[:, :, columns]
         kept = 1 - p.sum(-1, keepdim=True)
         share = 1 / (kept.clamp_min(0) + u.sum(-1, keepdim=True))  # what every weight shrinks by in the softmax
         exact, replayed = p @ values, p @ new_values
         combined = (self._output - exact + u @ new_values) * share
         return AttentionError(
-            key_logits=(moved.sum() / (rows.sum() * moved.shape[0])).sqrt().item(),
-            jensen_shannon=_jensen_shannon(p, u * share, kept.clamp_min(0), share)[:, reading].mean().item(),
-            value_output=self._relative(replayed - exact)[:, reading].mean().item(),
-            combined_error=self._relative(combined - self._output)[:, reading].mean().item(),
+            key_logits=(moved.sum((1, 2, 3)) / (rows.sum() * moved.shape[1])).sqrt(),
+            jensen_shannon=_mean(_jensen_shannon(p, u * share, kept.clamp_min(0), share), reading),
+            value_output=_mean(self._relative(replayed - exact), reading),
+            combined_error=_mean(self._relative(combined - self._output), reading),
         )
 
-    def top_overlap(self) -> float:
+    def top_overlap(self) -> Float[Tensor, " layers"]:
         """Share of the reference's 16 most attended positions that stay among the candidate's, all keys that a query
         reads packed quantized; mean over the queries that read any so."""
         packed, new = self._by_head(self._packed), self._weights.clone()
@@ -95,7 +98,7 @@ class Replay:
         n = min(TOP_ATTENDED, new.shape[-1])
         top, new_top = (x.topk(n, -1).indices for x in (self._weights, new))
         kept = (top[..., None] == new_top[..., None, :]).any(-1).float()
-        return kept[:, packed.any(-1)].mean().item()
+        return _mean(kept.mean(-1), packed.any(-1))
 
     def _by_head(self, marks: Bool[Tensor, "C tokens"]) -> Bool[Tensor, "rows tokens"]:
         """The same marks for every query head of a KV head."""
@@ -104,6 +107,11 @@ class Replay:
     def _relative(self, difference: Tensor) -> Tensor:
         norm = self._output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         return difference.norm(dim=-1) / norm
+
+
+def _mean(figures: Float[Tensor, "layers kv_heads rows"], reading: Bool[Tensor, " rows"]) -> Float[Tensor, " layers"]:
+    """Over the rows that read some of the slice."""
+    return figures[:, :, reading].mean((1, 2))
 
 
 def _jensen_shannon(p: Tensor, q: Tensor, kept: Tensor, share: Tensor) -> Tensor:

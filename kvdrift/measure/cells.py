@@ -184,7 +184,7 @@ def _figures(
     if gold:
         right = top == torch.tensor([gold], device=leaving.device)
         kept = (said == top)[:, right[0]].float().mean(1).cpu() if bool(right.any()) else None
-    figures = [kl(exact_row.expand_as(rows), rows), said == top, rank_correlation(exact_row, rows)]
+    figures = [kl(exact_row, rows), said == top, rank_correlation(exact_row, rows)]
     kls, same, ranks = (x.cpu().split(sizes) for x in figures)
     shares = [None] * len(sizes) if kept is None else kept.split(sizes)
     return [Figures(*own) for own in zip(kls, same, ranks, shares, strict=True)]

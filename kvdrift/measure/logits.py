@@ -48,7 +48,7 @@ def scored_rows(
     return pl.DataFrame(columns).with_columns(prompt=pl.lit(prompt.id), cohort=pl.lit(prompt.cohort))
 
 
-def kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
+def kl(log_p: Float[Tensor, "*#rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
     """KL(p ‖ q) in nats from log-probabilities; zero where they are equal, never negative."""
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0)
 

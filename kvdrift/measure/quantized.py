@@ -1,4 +1,4 @@
-"""Tables of what packing did to one prompt's layer: tensor errors by bucket and role, attention errors by slice.
+"""Tables of what packing did to one prompt's layers: tensor errors by bucket and role, attention errors by slice.
 
 The sequence is a prompt's prefix and the continuation's tokens that were fed behind it, whose role is GENERATED.
 """
@@ -6,8 +6,8 @@ The sequence is a prompt's prefix and the continuation's tokens that were fed be
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvdrift.layout import BlockLayout
 from kvdrift.measure.attention import Replay
 from kvdrift.measure.buckets import bucket_ranges, bucket_starts
-from kvdrift.measure.pages import Decoded
+from kvdrift.measure.pages import Decoded, through_pages
+from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import errors
 from kvdrift.policy import CachePolicy, packed_until
 from kvdrift.prompts.prompt import GENERATED, Prompt
@@ -64,9 +66,48 @@ QUERIES = 4
 """The most scored positions of a prompt whose queries are replayed, evenly spread up to the last one."""
 
 
+MOST_ELEMENTS = 2**23
+"""Elements of keys that are taken at once, of as many layers as that holds."""
+
+
 def fed(prompt: Prompt) -> int:
     """How many tokens of the continuation the cache holds in the end; the last scored one is only predicted."""
     return max(0, prompt.scored - 1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What packing did to one prompt's tensors: rows of ERRORS and of ATTENTION, and the blocks that stay exact."""
+
+    errors: list[dict[str, Any]]
+    attention: list[dict[str, Any]]
+    escalated: int
+
+
+def prompt_rows(
+    batch: Stored, at: int, layouts: Sequence[BlockLayout | None], policy: CachePolicy, ranges: dict[str, Tensor]
+) -> Rows:
+    """Row `at` of a batch, through the pages of every layer that packs."""
+    prompt, rows, escalated = batch.prompts[at], Rows([], [], 0), 0
+    packing = [(layer, layout) for layer, layout in enumerate(layouts) if layout is not None]
+    for group in _groups_of(packing, batch.length + fed(prompt)):
+        tensors = [batch.sequence(layer, at, fed(prompt)) for layer, _ in group]
+        decoded = []
+        for (layer, layout), (keys, values, _) in zip(group, tensors, strict=True):
+            decoded.append(through_pages(keys, values, policy, layout))
+            rows.errors.extend(error_rows(prompt, layer, keys, values, decoded[-1], ranges))
+        keys, values, queries = (torch.stack(own) for own in zip(*tensors, strict=True))
+        layers = [layer for layer, _ in group]
+        rows.attention.extend(attention_rows(prompt, layers, queries, keys, values, decoded, policy))
+        escalated += sum(each.escalated for each in decoded)
+    return replace(rows, escalated=escalated)
+
+
+def _groups_of(packing: list[tuple[int, BlockLayout]], tokens: int) -> Iterator[list[tuple[int, BlockLayout]]]:
+    """The layers in runs of at most MOST_ELEMENTS elements of keys, or of one layer."""
+    at_once = max((max(1, MOST_ELEMENTS // (x.kv_heads * x.head_dim * tokens)) for _, x in packing), default=1)
+    for start in range(0, len(packing), at_once):
+        yield packing[start : start + at_once]
 
 
 def error_rows(
@@ -129,29 +170,41 @@ def _roles(prompt: Prompt, span: range) -> np.ndarray:
 
 
 def attention_rows(
-    prompt: Prompt, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decoded: Decoded, policy: CachePolicy
+    prompt: Prompt,
+    layers: Sequence[int],
+    queries: Float[Tensor, "layers query_heads C d"],
+    keys: Float[Tensor, "layers kv_heads N d"],
+    values: Float[Tensor, "layers kv_heads N d"],
+    decoded: Sequence[Decoded],
+    policy: CachePolicy,
 ) -> list[dict[str, Any]]:
     """Rows of ATTENTION, by QUERIES of the scored positions, none when nothing is packed.
 
     Every query sees what it saw in decoding: the sequence up to its own token, and of that packed what `policy` had
     packed by then.
     """
-    scored = fed(prompt)
-    if not decoded.span or not scored:
+    scored, span = fed(prompt), decoded[0].span
+    if not span or not scored:
         return []
     step = -(-scored // QUERIES)
     picked = range((scored - 1) % step, scored, step)
-    slices = _slices(prompt, picked, decoded.span, policy)
+    slices = _slices(prompt, picked, span, policy)
     seen, packed = len(prompt.tokens) + 1 + torch.tensor(picked), slices[0].inside
-    replay = Replay(queries[:, list(picked)], keys, values, decoded, seen, packed, keys.shape[-1] ** -0.5)
-    named = {"prompt": prompt.id, "cohort": prompt.cohort, "layer": layer}
-    whole = vars(replay.error(packed))
-    rows = []
+    replay = Replay(queries[:, :, list(picked)], keys, values, decoded, seen, packed, keys.shape[-1] ** -0.5)
+    named = {"prompt": prompt.id, "cohort": prompt.cohort}
+    whole, rows = _by_layer(vars(replay.error(packed))), []
     for each in slices:
-        figures = whole if each.whole else vars(replay.error(each.inside)) if each.read else {}
-        rows.append(named | {"slice": each.kind, "bucket": each.bucket, "role": each.role} | figures)
-    rows[0]["top_overlap"] = replay.top_overlap()
+        nothing: list[dict[str, float]] = [{}] * len(layers)
+        figures = whole if each.whole else _by_layer(vars(replay.error(each.inside))) if each.read else nothing
+        about = {"slice": each.kind, "bucket": each.bucket, "role": each.role}
+        rows += [named | {"layer": layer} | about | own for layer, own in zip(layers, figures, strict=True)]
+    for row, overlap in zip(rows, replay.top_overlap().tolist(), strict=False):  # the whole layers come first
+        row["top_overlap"] = overlap
     return rows
+
+
+def _by_layer(figures: Mapping[str, Tensor]) -> list[dict[str, float]]:
+    return [dict(zip(figures, own, strict=True)) for own in zip(*(x.tolist() for x in figures.values()), strict=True)]
 
 
 @dataclass(frozen=True)

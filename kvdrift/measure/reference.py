@@ -43,6 +43,14 @@ class Stored:
         keys, values = self.read(f"keys.{index}", f"values.{index}")
         return keys, values
 
+    def sequence(self, index: int, row: int, new: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One prompt in one layer: keys and values of its prefix and `new` tokens behind it, [kv_heads, T + new, d],
+        and its queries, [query_heads, C, d]; only these are read."""
+        with safe_open(str(self.path), framework="pt") as file:
+            names = ("keys", "new_keys", "values", "new_values", "queries")
+            keys, new_keys, values, new_values, queries = (file.get_slice(f"{name}.{index}")[row] for name in names)
+        return torch.cat([keys, new_keys[:, :new]], 1), torch.cat([values, new_values[:, :new]], 1), queries
+
     @property
     def layers(self) -> int:
         with safe_open(str(self.path), framework="pt") as file:

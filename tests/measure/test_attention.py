@@ -95,15 +95,15 @@ def test_a_slice_equals_quantizing_only_it(data, seed):
     inside = packed & torch.tensor(some).view(3, 32)
     if not inside.any():
         inside = packed
-    replay = Replay(q, k, v, decoded, torch.tensor(seen), packed, SCALING)
+    replay = Replay(q[None], k[None], v[None], [decoded], torch.tensor(seen), packed, SCALING)
     wanted = plain(
         q, k, v, decoded, [(n, (8 + row.nonzero()[:, 0]).tolist()) for n, row in zip(seen, inside, strict=True)]
     )
-    assert list(vars(replay.error(inside)).values()) == pytest.approx(wanted[:4], rel=1e-3, abs=1e-6)
+    assert [float(x) for x in vars(replay.error(inside)).values()] == pytest.approx(wanted[:4], rel=1e-3, abs=1e-6)
     whole = plain(
         q, k, v, decoded, [(n, (8 + row.nonzero()[:, 0]).tolist()) for n, row in zip(seen, packed, strict=True)]
     )
-    assert replay.top_overlap() == pytest.approx(whole[4])
+    assert float(replay.top_overlap()) == pytest.approx(whole[4])
 
 
 def test_what_is_decoded_exactly_has_no_error():
@@ -111,10 +111,28 @@ def test_what_is_decoded_exactly_has_no_error():
     q, k, v, _ = inputs(0, 48, 3, span)
     exact = Decoded(span, k[:, 8:40], v[:, 8:40], 0)
     packed = torch.ones(3, 32, dtype=torch.bool)
-    replay = Replay(q, k, v, exact, torch.tensor([46, 47, 48]), packed, SCALING)
+    replay = Replay(q[None], k[None], v[None], [exact], torch.tensor([46, 47, 48]), packed, SCALING)
     found = replay.error(packed)
-    assert vars(found) == pytest.approx(dict.fromkeys(vars(found), 0.0), abs=1e-6)
-    assert replay.top_overlap() == 1.0
+    assert [float(x) for x in vars(found).values()] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert float(replay.top_overlap()) == 1.0
+
+
+def test_layers_at_once_are_each_layer_alone():
+    """With different tensors in each; and rows come layer by layer within a slice, the whole layers first."""
+    prompt, policy, span = prompt_of(192, 17), CachePolicy("p", (PAIR,), residual_window=64, block=32), range(128)
+    layers = [inputs(seed, 208, 16, span) for seed in range(3)]
+    q, k, v = (torch.stack([own[i] for own in layers]) for i in range(3))
+    together = attention_rows(prompt, [2, 5, 9], q, k, v, [own[3] for own in layers], policy)
+    assert [row["layer"] for row in together[:4]] == [2, 5, 9, 2]
+    for index, own in zip((2, 5, 9), layers, strict=True):
+        alone = attention_rows(prompt, [index], *(x[None] for x in own[:3]), [own[3]], policy)
+        mine = [row for row in together if row["layer"] == index]
+        assert [row.keys() for row in mine] == [row.keys() for row in alone]
+        figures = [name for name in alone[0] if isinstance(alone[0][name], float)]
+        assert len(figures) == 5
+        for row, other in zip(mine, alone, strict=True):
+            for name, value in other.items():
+                assert row[name] == (pytest.approx(value, rel=1e-4, abs=1e-7) if name in figures else value)
 
 
 POLICIES = st.sampled_from(
@@ -137,7 +155,7 @@ def test_every_query_sees_what_it_saw_in_decoding(policy, length, scored, seed):
     span = range(first, until(held - 1))
     prompt = prompt_of(length, scored)
     q, k, v, decoded = inputs(seed, held, scored + 15, span)  # the queries of the batch's padding come after
-    rows = attention_rows(prompt, 5, q, k, v, decoded, policy)
+    rows = attention_rows(prompt, [5], q[None], k[None], v[None], [decoded], policy)
     if not span:
         assert rows == []
         return
@@ -179,7 +197,7 @@ def test_an_error_at_one_place_shows_in_its_position_distance_and_role_alone():
     keys, values = k[:, :128].clone(), v[:, :128].clone()
     keys[:, 40:48] += 1.0  # 148 to 167 tokens behind the queries
     decoded, policy = Decoded(range(128), keys, values, 0), CachePolicy("p", (PAIR,), residual_window=64)
-    rows = pl.DataFrame(attention_rows(prompt, 5, q, k, v, decoded, policy), schema=ATTENTION)
+    rows = pl.DataFrame(attention_rows(prompt, [5], q[None], k[None], v[None], [decoded], policy), schema=ATTENTION)
     hit = rows.filter(rows["key_logits"] > 1e-3).select("slice", "bucket", "role").rows()
     whole = [("layer", None, None), ("region", None, "prompt")]
     parts = [("position", 32, None), ("distance", 128, None), ("role", None, "needle")]
