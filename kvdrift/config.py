@@ -29,6 +29,10 @@ from kvdrift.ranges import require
 QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 """Overrides that keep Hydra from writing run directories and logs."""
 
+SPINS = "1000"
+"""How often GNU's OpenMP looks for work before a thread sleeps. Decoding's many short calls then take a sixth less time
+than with none, and beside two busy cores a tenth more; with 20,000, twice as much."""
+
 C = TypeVar("C")
 
 
@@ -106,8 +110,8 @@ def stage(name: str, threads_spin: bool = False) -> Callable[[Callable[[Any], No
     ConfigError of `main` itself, ends the process with status 1 and a line each on stderr; what else is raised is a bug
     and shows its traceback. The stage's seconds are printed at the end.
 
-    OpenMP's idle threads sleep, which keeps a stage fast beside other work; a stage that times kernels lets them spin,
-    as OpenMP's own default and so a server does. `OMP_WAIT_POLICY` in the environment overrides either.
+    OpenMP's idle threads soon sleep, which keeps a stage fast beside other work; a stage that times kernels lets them
+    spin, as OpenMP's own default and so a server does. `OMP_WAIT_POLICY` in the environment overrides either.
     """
 
     def decorate(main: Callable[[Any], None]) -> Stage:
@@ -128,8 +132,9 @@ def stage(name: str, threads_spin: bool = False) -> Callable[[Callable[[Any], No
         @functools.wraps(main)
         def run() -> None:
             sys.argv[1:1] = QUIET
-            if not threads_spin:
-                os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            if not threads_spin and "OMP_WAIT_POLICY" not in os.environ:
+                os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+                os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what is wrong, rather than print it in Hydra's own words
             try:
                 hydra.main(version_base=None, config_path=str(script.parent.parent / "conf"), config_name=name)(task)()
