@@ -72,9 +72,10 @@ CELLS = pl.Schema(
         "stop": pl.Int64,
         "tensor": pl.String,
     }
-    | dict.fromkeys(FIGURES, pl.Float64)
+    | dict.fromkeys(FIGURES[:-1], pl.Float64)
 )
-"""A row a cell of a candidate; [start, stop) are its packed tokens. An empty cell has null figures."""
+"""A row a cell of a candidate; [start, stop) are its packed tokens. An empty cell has null figures. What its answers
+keep is not told: the first scored tokens are the words before the answer."""
 
 
 def policy_cells(model: Any, stored: Stored, row: int, policy: CachePolicy, steps: int) -> list[dict[str, Any]]:
@@ -82,7 +83,6 @@ def policy_cells(model: Any, stored: Stored, row: int, policy: CachePolicy, step
     spans = bucket_ranges(stored.length)
     packed = range(policy.sink_tokens, packed_until(policy, stored.length))
     cells = [packed_span(policy, packed, span) for span in spans]
-    nothing = dict[str, float | None].fromkeys(FIGURES)
     variants = {
         index: [Variant(policy, tuple(spans))]
         for index in range(stored.layers)
@@ -99,7 +99,7 @@ def policy_cells(model: Any, stored: Stored, row: int, policy: CachePolicy, step
             "stop": cell.stop if cell else None,
             "tensor": "both",
         }
-        | (figures[index][at] if index in figures and cell else nothing)
+        | {name: figures[index][at][name] if index in figures and cell else None for name in FIGURES[:-1]}
         for index in range(stored.layers)
         for at, (span, cell) in enumerate(zip(spans, cells, strict=True))
     ]

@@ -90,7 +90,7 @@ CELLS: Columns = {
     **{"prompt": TEXT, "tensor": TEXT, "layer": COUNT, "bucket": COUNT},
     **dict.fromkeys(("start", "stop"), COUNT_OR_NULL),
     **dict.fromkeys(("kl", "kl_max"), Number(-NOISE, or_null=True)),
-    **dict.fromkeys(("same_top1", "kept"), Number(0, 1, or_null=True)),
+    "same_top1": Number(0, 1, or_null=True),
     "rank_correlation": Number(-1 - NOISE, 1 + NOISE, or_null=True),
 }
 GENERATIONS: Columns = {

@@ -203,7 +203,7 @@ def attention_frame(policy: CachePolicy) -> pl.DataFrame:
 def cells_frame(policy: CachePolicy, kl: float) -> pl.DataFrame:
     """Two probes; the shorter one packs nothing in the last bucket."""
     probes = [prompt for prompt in PROMPTS if prompt.id in ("code-2048-0", "needle_grid-8128-0")]
-    figures = {"kl_max": kl, "same_top1": 1.0, "rank_correlation": 0.999, "kept": None}
+    figures = {"kl_max": kl, "same_top1": 1.0, "rank_correlation": 0.999}
     rows = [
         {"prompt": prompt.id, "layer": layer, "bucket": bucket, "tensor": "both"}
         | {"start": span.start if span else None, "stop": span.stop if span else None}
