@@ -42,7 +42,10 @@ def _cohorts(stages: Mapping[str, Any], files: Mapping[str, str], spec: CorpusSp
     """Cohorts that stages name are in the corpus, and those whose answers are gated have answers."""
     there = [*spec.cohorts, GRID]
     for stage, key in (("sensitivity", "cohorts"), ("search", "cohorts"), ("logits", "probes")):
-        for cohort in getattr(stages[stage], key) if stage in stages else ():
+        named = getattr(stages[stage], key) if stage in stages else []
+        for cohort in sorted({cohort for cohort in named if named.count(cohort) > 1}):
+            yield f"conf/{stage}.yaml: {key} names {cohort!r} twice; remove one."
+        for cohort in named:
             if cohort not in there:
                 yield (
                     f"conf/{stage}.yaml: {key} names {cohort!r}, which {files['corpus']} has not; "

@@ -97,6 +97,8 @@ def check_policies(
             continue
         with problems.noted():
             check_policy(root, name, searched, shape)
+    for name in sorted({name for name in probed if probed.count(name) > 1}):
+        problems.note(f"conf/sensitivity.yaml: probe_policies names {name!r} twice; remove one.")
     if searched in probed:
         problems.note(
             f"conf/sensitivity.yaml: probe_policies names {searched}, whose choices are probed anyway; remove it."

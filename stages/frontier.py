@@ -69,7 +69,7 @@ def main(config: FrontierConfig) -> None:
     for folder in (config.out, config.plots, config.changed.parent):
         folder.mkdir(parents=True, exist_ok=True)
 
-    verdicts = [json.loads((config.verdicts / f"{name}.json").read_text()) for name in policies]
+    verdicts = [frontier.read_verdict(config.verdicts / f"{name}.json") for name in policies]
     latencies, packings = of_each(config.latency), of_each(config.quantize)
     choice = frontier.choose(verdicts)
     examples = []
@@ -128,7 +128,7 @@ def main(config: FrontierConfig) -> None:
         calibration=read_json(config.calibration / "calibration.json"),
         changes=changed.change_counts(examples, limits["critical"]),
         floor=floor,
-        probes=probe_rows(read_cells(config.sensitivity)),
+        probes=probe_rows(read_cells(config.sensitivity, shape.layers)),
         config=selected,
         commit=commit(Path()),
         hashes=hashes,

@@ -346,6 +346,13 @@ BETWEEN = [
     ),
     ("conf/search.yaml", "[code, needle_grid]", "[poems]", "conf/search.yaml: cohorts names 'poems', which"),
     (
+        "conf/sensitivity.yaml",
+        "[code, needle_grid]",
+        "[code, code]",
+        "conf/sensitivity.yaml: cohorts names 'code' twice",
+    ),
+    ("conf/sensitivity.yaml", "[kivi2, int4]", "[int4, int4]", "probe_policies names 'int4' twice; remove one."),
+    (
         TINY,
         "source: tiny",
         "source: hub",

@@ -18,6 +18,7 @@ from kvdrift.policy import packed_until
 from kvdrift.prompts.batches import modes_of
 from kvdrift.prompts.prompt import GENERATED
 from kvdrift.report.evidence import Evidence
+from kvdrift.report.slices import FIGURES, REGIONS, SLICES
 from kvdrift.report.strict import Each, Number, value_fault
 from kvdrift.report.tables import rows_fault, table_fault
 
@@ -201,7 +202,17 @@ def _attention(found: pl.DataFrame, evidence: Evidence) -> str | None:
     fault = table_fault(found, ATTENTION, ("prompt", "layer", "slice", "bucket", "role"))
     replayed = _firsts(evidence).filter(pl.col("scored") > 1)
     expected = _packed(evidence, replayed, "held").select("prompt", "cohort", "layer")
-    return fault or rows_fault(found.filter(slice="layer"), expected)
+    fault = fault or rows_fault(found.filter(slice="layer"), expected)
+    if fault:
+        return fault
+    wanted, regions = pl.Series(sorted(["layer", *SLICES])), pl.Series(REGIONS)
+    region = pl.col("role").filter(slice="region").sort()
+    for where, row in found.group_by("prompt", "layer", maintain_order=True):
+        kinds, roles = row["slice"].unique().sort(), row.select(region)["role"]
+        if not (kinds.equals(wanted) and roles.equals(regions)):
+            return f"prompt {where[0]}, layer {where[1]} has the slices {', '.join(kinds)}; all of a layer are needed"
+    empty = found.filter(pl.col("slice") == "layer", pl.any_horizontal(pl.col(*FIGURES, "top_overlap").is_null()))
+    return None if empty.is_empty() else f"{empty.height:,} layers have no figures, the first of {empty['prompt'][0]}"
 
 
 def _logits(found: pl.DataFrame, evidence: Evidence) -> str | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvdrift.ledger import CacheShape, byte_break_even
 from kvdrift.policy import CachePolicy, LayerPolicy
+from kvdrift.report import strict
+from kvdrift.report.maps import LAYERS
 from kvdrift.report.page import NOT_MEASURED, shown
+from kvdrift.report.reading import required
 from kvdrift.report.verdict import NEVER
 
 EXACT = CachePolicy("exact", (LayerPolicy(),))
@@ -22,6 +26,24 @@ class Choice:
     packs: bool
     proven: bool
     reason: str
+
+
+def read_verdict(path: Path) -> dict[str, Any]:
+    """The verdict that the stage of that name wrote. Raises ConfigError, one line, if it is missing or damaged."""
+    return required(path, f"verdict@{path.stem}", _verdict)
+
+
+def _verdict(path: Path) -> dict[str, Any]:
+    verdict = strict.read(path, finite=True)
+    if verdict["policy"] != path.stem:
+        raise ValueError(f"it is of policy {verdict['policy']!r}")
+    if not verdict["layers"]:
+        raise ValueError("it has no layers")
+    for row in verdict["layers"]:
+        for name in LAYERS:
+            if name not in row or (row[name] is None and name in ("layer", "key_bits", "value_bits", "saved_bytes")):
+                raise ValueError(f"{name} is missing in a layer")
+    return verdict
 
 
 def choose(verdicts: Sequence[Mapping[str, Any]]) -> Choice:

@@ -38,8 +38,9 @@ PROBES = (
     "position bucket, all else exact: its keys alone, its values alone, both. It has the sinks, residual window and "
     "block of the searched policy, so its cells differ from those of the policy of that name. KL of layers alone is "
     "summed over layers, mean over the probe prompts. Needles are short prompts that were asked for their answer in "
-    "every cell that they have, keys and values together; where that loses something, keys and values also alone. Kept "
-    "is the share of the answer's tokens that the exact cache says and the cell still says, mean over needles."
+    "every cell that they have, keys and values together; in layers where that loses something, keys and values also "
+    "alone. Kept is the share of the answer's tokens that the exact cache says and the cell still says, mean over "
+    "needles; every other figure is of the probe prompts, without the needles."
 )
 
 
@@ -70,7 +71,7 @@ def worst_layers(rows: Sequence[Mapping[str, Any]]) -> str:
     bits = f"{_span(row['key_bits'] for row in rows)}-bit keys, {_span(row['value_bits'] for row in rows)}-bit values"
     known = sorted((row for row in rows if row["kl"] is not None), key=lambda row: (-row["kl"], row["layer"]))
     kls = ", ".join(f"{row['layer']} ({shown(row['kl'])})" for row in known[:WORST])
-    found = [f"{bits}, {len(rows)} layers", f"most KL alone in layers {kls}" if kls else f"KL {NOT_MEASURED}"]
+    found = [f"{bits}, {len(rows)} layers", f"most KL alone in layers {kls}" if kls else "no cell packed or measured"]
     for tensor in ("key", "value"):
         wrong = [(row[f"{tensor}_error"], row["layer"]) for row in rows if row[f"{tensor}_error"] is not None]
         if wrong:
@@ -110,8 +111,8 @@ def _probes(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     named = ["probe", "tensor", "layer", "tokens", "KL alone, nats", "cosine", "error", "same top-1"]
     named += ["rank correlation", "answers kept, of needles", "shown by prompt"]
     explained = (
-        "The worst cells of each, by KL on the prompt that shows them worst, then the cell that keeps least if any "
-        "loses a part of the answer; tokens are the first and the one after the last. For both, cosine and error "
+        "The worst cells of each, by KL on the probe prompt that shows them worst, then the cell that keeps least if "
+        "any loses a part of the answer; tokens are the first and the one after the last. For both, cosine and error "
         "(relative L2) are the worse of keys and values. A dash is a cell in which no needle was asked."
     )
     summary = Table(head, [(*(blank(row[name]) for name in names), _least(row["least"])) for row in rows])

@@ -25,18 +25,36 @@ COLUMNS = {
     **dict.fromkeys(("rank_correlation", "cosine"), Number(-1 - NOISE, 1 + NOISE, or_null=True)),
     "error": Number(0, or_null=True),
 }
+TENSORS = ("key", "value", "both")
 KEY = ("prompt", "needle", "probe", "layer", "tensor", "bucket")
 SHOWN = ["layer", "start", "stop", "kl", "cosine", "error", "same_top1", "rank_correlation", "prompt"]
 """What is told of a cell, each figure that of the prompt which shows it worst."""
 
 
-def read_cells(path: Path) -> pl.DataFrame | None:
-    """The sensitivity map; None, which is not measured, if it is missing, damaged or impossible."""
+def read_cells(path: Path, layers: int) -> pl.DataFrame | None:
+    """The sensitivity map of a model with so many layers; None, which is not measured, if it is missing, damaged,
+    incomplete or impossible."""
     try:
         cells = pl.read_parquet(path)
-        return None if table_fault(cells, COLUMNS, KEY) else cells
+        return None if table_fault(cells, COLUMNS, KEY) or not _possible(cells, layers) else cells
     except UNREADABLE:
         return None
+
+
+def _possible(cells: pl.DataFrame, layers: int) -> bool:
+    """Known tensors, spans that run forwards, figures just where something is packed, and every layer in its place."""
+    packed = pl.col("start").is_not_null()
+    spans = packed == pl.col("stop").is_not_null(), (pl.col("start") < pl.col("stop")).fill_null(True)
+    figures = packed == pl.col("kl").is_not_null()
+    rules = pl.all_horizontal(pl.col("tensor").is_in(TENSORS), pl.col("layer") < layers, *spans, figures)
+    measured = cells.filter(~pl.col("needle")).group_by("prompt", "probe", "tensor").agg(pl.col("layer").n_unique())
+    one_policy = cells.select("probe", "policy").unique()
+    return (
+        bool(cells.select(rules.all()).item())
+        and not measured.is_empty()
+        and bool((measured["layer"] == layers).all())
+        and one_policy.height == one_policy["probe"].n_unique() == one_policy["policy"].n_unique()
+    )
 
 
 def probe_rows(cells: pl.DataFrame | None) -> list[dict[str, Any]]:

@@ -188,9 +188,13 @@ def _slices(receipt: Mapping[str, Any]) -> list[Block]:
     """What the chosen policy does by position, by distance from the current token, by region and by role."""
     names = {"key_error": "key error", "value_error": "value error", "key_logits": "attention logits"}
     names |= {name: text for name, text in HEARD.items() if name != "top_overlap"}
-    rows = [(row["slice"], blank(row["at"]), *(blank(row[name]) for name in names)) for row in receipt["slices"]]
+    rows = [
+        (row["slice"], blank(row["at"]), blank(row["prompts"]), *(blank(row[name]) for name in names))
+        for row in receipt["slices"]
+    ]
     explained = (
-        "One slice of the packed tokens quantized, all others exact; means over layers and prompts. Positions and "
+        "The chosen policy's. One slice of the packed tokens quantized, all others exact; means over layers and over "
+        "as many prompts as the row says, so rows of different prompts don't compare. Positions and "
         "distances from the current token are the first token of an octave. Generated is the teacher-forced text "
         "behind the prompt, as far as it was packed too. Errors are relative L2, attention logits "
         "root mean square change, weights Jensen–Shannon divergence in nats. Perplexity, Δ is the candidate's less "
@@ -201,7 +205,12 @@ def _slices(receipt: Mapping[str, Any]) -> list[Block]:
     scored = Table(head, [tuple(blank(row[name]) for name in told) for row in receipt["logits_by_position"]])
     if not rows:
         return ["Nothing is packed."]
-    return [explained, Table(("slice", "at", *names.values()), rows), "The next token by its position:", scored]
+    return [
+        explained,
+        Table(("slice", "at", "prompts", *names.values()), rows),
+        "The next token by its position:",
+        scored,
+    ]
 
 
 def _steps(receipt: Mapping[str, Any]) -> list[Block]:
@@ -211,7 +220,8 @@ def _steps(receipt: Mapping[str, Any]) -> list[Block]:
     rows = [(shown(first), *(blank(table.get(first, {}).get("kl")) for table in tables.values())) for first in firsts]
     explained = (
         "Mean KL in nats by generated token, on the prompts with the longest answers. Both caches follow the "
-        "candidate's own answer, so what differs is the cache, not the text. Does the error grow?"
+        "candidate's own answer, so what differs is the cache, not the text. Does the error grow? Few prompts reach "
+        "the last steps."
     )
     return [explained, Table(("from step", *tables), rows)] if rows else [f"{NOT_MEASURED}."]
 

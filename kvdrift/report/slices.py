@@ -14,16 +14,17 @@ from kvdrift.report.evidence import by_tokens, finite, logits_summary
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
 """What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
 SLICES = ("position", "distance", "region", "role")
+REGIONS = (GENERATED, "prompt")
 FIRST_STEPS = 8
 """Generated steps are told in octaves: the first eight, then twice as many each time."""
 
 
 def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> list[dict[str, Any]]:
-    """A row a slice {slice, at, key_error, value_error, FIGURES}; what was not measured is None.
+    """A row a slice {slice, at, prompts, key_error, value_error, FIGURES}; what was not measured is None.
 
     `slice` is one of SLICES; `at` the bucket's first token, the region (prompt or generated), or the role. Errors are
     relative L2, means over packed tokens; a distance has none, since it differs from query to query. FIGURES are means
-    over layers and prompts.
+    over layers and those `prompts` of which some of the slice was read packed.
     """
     found: dict[tuple[str, Any], dict[str, Any]] = {}
     if errors is not None:
@@ -33,13 +34,14 @@ def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> l
         column = "role" if kind in ("region", "role") else "bucket"  # of the attention table
         if attention is not None:
             rows = attention.filter(slice=kind).drop_nulls("key_logits")
-            for row in rows.group_by(column, maintain_order=True).agg(pl.col(FIGURES).mean()).to_dicts():
+            figures = pl.col("prompt").n_unique().cast(pl.Int64).alias("prompts"), pl.col(FIGURES).mean()
+            for row in rows.group_by(column, maintain_order=True).agg(figures).to_dicts():
                 found[kind, row.pop(column)] = row
         if errors is not None and kind != "distance":
             own = "region" if kind == "region" else column
             for row in errors.group_by(own, "tensor", maintain_order=True).agg(by_tokens("rel_l2")).to_dicts():
                 found.setdefault((kind, row[own]), {})[f"{row['tensor']}_error"] = finite(row["rel_l2"])
-    nothing = dict.fromkeys(("key_error", "value_error", *FIGURES))
+    nothing = dict.fromkeys(("prompts", "key_error", "value_error", *FIGURES))
     return [
         {"slice": kind, "at": at} | nothing | row
         for (kind, at), row in sorted(found.items(), key=lambda item: (SLICES.index(item[0][0]), item[0][1]))

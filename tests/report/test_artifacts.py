@@ -212,3 +212,18 @@ def test_what_is_demanded_of_a_table_is_in_what_is_written() -> None:
     assert set(artifacts.ERRORS) <= set(quantized.ERRORS)
     assert set(artifacts.ATTENTION) <= set(quantized.ATTENTION)
     assert set(artifacts.CELLS) <= set(cells.CELLS)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda rows: rows.filter(pl.col("slice") != "region"),
+        lambda rows: rows.filter(pl.col("slice") == "layer"),
+        lambda rows: rows.with_columns(slice=pl.col("slice").replace("distance", "planet")),
+        lambda rows: rows.filter(~((pl.col("slice") == "region") & (pl.col("role") == "generated"))),
+        lambda rows: rows.with_columns(top_overlap=pl.lit(None, pl.Float64)),
+    ],
+)
+def test_every_slice_of_a_layers_attention_is_needed(spoil: Any, sound: Evidence) -> None:
+    assert artifacts.CHECKS["attention"](sound.attention, sound) is None
+    assert artifacts.CHECKS["attention"](spoil(sound.attention), sound)

@@ -1,10 +1,16 @@
 """What ships, and from where it pays. `python -m pytest tests/report/test_frontier.py`"""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from made_up import EXACT, SHAPE, kivi
 
+from kvdrift.config import ConfigError
 from kvdrift.ledger import account
-from kvdrift.report.frontier import NEVER, BreakEven, activation, bound, break_even, brief, longest
+from kvdrift.report.frontier import NEVER, BreakEven, activation, bound, break_even, brief, longest, read_verdict
+from kvdrift.report.maps import LAYERS
 
 KIVI4 = kivi("kivi4", 4)
 
@@ -73,3 +79,31 @@ def test_case_14_never_is_said() -> None:
 def test_the_longest_length_is_one_that_was_held() -> None:
     assert longest({"memory": [{"tokens": 512}, {"tokens": 7936}, {"tokens": 1024}]}) == 7936
     assert longest(None) == longest({"memory": []}) == 0
+
+
+VERDICT = {"policy": "kivi4", "layers": [dict.fromkeys(LAYERS, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        ("{", "JSON"),
+        (VERDICT | {"policy": "int4"}, "it is of policy 'int4'"),
+        ({"policy": "kivi4"}, "layers"),
+        (VERDICT | {"layers": []}, "it has no layers"),
+        (VERDICT | {"layers": [{"layer": 0}]}, "key_bits is missing in a layer"),
+        (VERDICT | {"layers": [dict.fromkeys(LAYERS)]}, "layer is missing in a layer"),
+    ],
+)
+def test_a_verdict_that_can_not_be_used_is_told_in_a_line(content: Any, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "kivi4.json"
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        read_verdict(path)
+    (line,) = error.value.args
+    assert why in line
+    assert line.endswith("run `dvc repro -f -s verdict@kivi4`")
+    path.write_text(json.dumps(VERDICT))
+    assert read_verdict(path) == VERDICT

@@ -43,7 +43,7 @@ def test_a_line_names_the_layers_that_are_worst() -> None:
         "2-bit keys, 4-bit values, 3 layers; most KL alone in layers 2 (0.002), 0 (0.001), 1 (0.001); "
         "largest key error in layer 2 (0.2); largest value error in layer 2 (0.1)"
     )
-    assert worst_layers(MAPS["exact"]).endswith("3 layers; KL not measured")
+    assert worst_layers(MAPS["exact"]).endswith("3 layers; no cell packed or measured")
     mixed = [MAPS["kivi4"][0], MAPS["kivi2"][1]]
     assert worst_layers(mixed).startswith("2- to 4-bit keys, 4-bit values, 2 layers")
 

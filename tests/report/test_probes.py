@@ -83,25 +83,33 @@ def test_a_map_without_needles_says_nothing_of_what_is_kept() -> None:
         lambda cells: cells.with_columns(kept=pl.lit(1.5)),
         lambda cells: cells.with_columns(kl=pl.lit(float("nan"))),
         lambda cells: pl.concat([cells, cells]),
+        lambda cells: cells.with_columns(tensor=pl.col("tensor").replace("both", "all")),
+        lambda cells: cells.with_columns(start="stop", stop="start"),
+        lambda cells: cells.with_columns(start=pl.lit(None, pl.Int64)),
+        lambda cells: cells.with_columns(kl=pl.when(pl.col("layer") == 1).then(None).otherwise("kl")),
+        lambda cells: cells.with_columns(layer=pl.col("layer") + 3),
+        lambda cells: cells.filter(pl.col("layer") < 2),
+        lambda cells: cells.filter("needle"),
+        lambda cells: cells.with_columns(policy=pl.lit("kivi2")),
     ],
 )
 def test_a_map_that_can_not_be_is_not_measured(tmp_path: Path, spoil: Any) -> None:
     path = tmp_path / "cells.parquet"
     cells_frame().write_parquet(path)
-    assert read_cells(path) is not None
+    assert read_cells(path, 3) is not None
     spoil(cells_frame()).write_parquet(path)
-    assert read_cells(path) is None
+    assert read_cells(path, 3) is None
 
 
 def test_a_missing_or_torn_file_is_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "cells.parquet"
-    assert read_cells(path) is None
+    assert read_cells(path, 3) is None
     path.write_bytes(b"PAR1 torn")
-    assert read_cells(path) is None
+    assert read_cells(path, 3) is None
     cells_frame().write_parquet(path)
     path.write_bytes(path.read_bytes()[:-40])
-    assert read_cells(path) is None
-    assert probe_rows(read_cells(path)) == []
+    assert read_cells(path, 3) is None
+    assert probe_rows(read_cells(path, 3)) == []
 
 
 def test_a_cell_that_packs_nothing_counts_for_nothing() -> None:

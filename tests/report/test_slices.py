@@ -10,7 +10,8 @@ from kvdrift.report.slices import FIGURES, logits_rows, slice_rows, step_rows
 
 def attention(*rows: tuple[str, int | None, str | None, float | None]) -> pl.DataFrame:
     schema = {"slice": pl.String, "bucket": pl.Int64, "role": pl.String} | dict.fromkeys(FIGURES, pl.Float64)
-    return pl.DataFrame([(*row[:3], *[row[3]] * len(FIGURES)) for row in rows], schema=schema, orient="row")
+    frame = pl.DataFrame([(*row[:3], *[row[3]] * len(FIGURES)) for row in rows], schema=schema, orient="row")
+    return frame.with_columns(prompt=pl.Series([f"p{n}" for n in range(len(rows))]))
 
 
 def test_every_kind_of_slice_has_its_own_figures():
@@ -35,7 +36,8 @@ def test_every_kind_of_slice_has_its_own_figures():
     assert (found["distance", 128]["key_error"], found["distance", 128]["combined_error"]) == (None, 0.7)
     assert found["region", "prompt"]["key_error"] == pytest.approx((30 * 0.1 + 10 * 0.3 + 40 * 0.2) / 80)
     assert (found["region", "prompt"]["value_error"], found["region", "prompt"]["key_logits"]) == (0.5, 0.2)
-    nothing = dict.fromkeys(("key_error", *FIGURES))
+    assert (found["position", 0]["prompts"], found["distance", 128]["prompts"]) == (2, 1)
+    nothing = dict.fromkeys(("prompts", "key_error", *FIGURES))
     assert found["region", "generated"] == {"slice": "region", "at": "generated", "value_error": 0.7} | nothing
     assert (found["role", "generated"]["value_error"], found["role", "generated"]["value_output"]) == (0.7, 0.6)
     assert (found["role", "needle"]["key_logits"], found["role", "user"]["value_error"]) == (0.4, 0.5)
