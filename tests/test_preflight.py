@@ -231,6 +231,8 @@ KEYS = [
 ]
 
 POLICIES = [
+    ("conf/sensitivity.yaml", "[code, needle_grid]", "[code, code]", "sensitivity.yaml: cohorts names 'code' twice"),
+    ("conf/sensitivity.yaml", "[kivi2, int4]", "[int4, int4]", "probe_policies names 'int4' twice; remove one."),
     (INT4, "bits: 4", "bits: 3", "conf/policy/int4.yaml: bits of uniform is 3; allowed: 2, 4, 8"),
     (INT4, "bits:", "bit:", "conf/policy/int4.yaml: policy 'int4'.key has an unknown key 'bit'; allowed: axis"),
     (INT4, "[int8, exact]", "[int9]", "policy 'int9', to be probed or escalated to, is unknown; allowed: auto, exact"),
@@ -345,13 +347,6 @@ BETWEEN = [
         "conf/logits.yaml: probes names 'poems', which conf/corpus/",
     ),
     ("conf/search.yaml", "[code, needle_grid]", "[poems]", "conf/search.yaml: cohorts names 'poems', which"),
-    (
-        "conf/sensitivity.yaml",
-        "[code, needle_grid]",
-        "[code, code]",
-        "conf/sensitivity.yaml: cohorts names 'code' twice",
-    ),
-    ("conf/sensitivity.yaml", "[kivi2, int4]", "[int4, int4]", "probe_policies names 'int4' twice; remove one."),
     (
         TINY,
         "source: tiny",

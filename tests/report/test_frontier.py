@@ -88,7 +88,7 @@ VERDICT = {"policy": "kivi4", "layers": [dict.fromkeys(LAYERS, 0)]}
     ("content", "why"),
     [
         (None, "No such file"),
-        ("{", "JSON"),
+        ("{", "Expecting property name"),
         (VERDICT | {"policy": "int4"}, "it is of policy 'int4'"),
         ({"policy": "kivi4"}, "layers"),
         (VERDICT | {"layers": []}, "it has no layers"),
