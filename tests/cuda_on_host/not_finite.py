@@ -71,6 +71,22 @@ def spoiled(whole: Problem, tensor: str, bad: float) -> Iterator[tuple[str, Prob
             yield f"{back} before the last token, {channels}", replace(whole, **{tensor: x})
 
 
+def spoiled_queries(case: Case, bad: float) -> Iterator[tuple[str, Problem]]:
+    """One query of a chunk that isn't finite, in one channel of one head."""
+    whole = problem(case, queries=5, lengths=(37, 5))
+    for query in range(5):
+        x = whole.query.clone()
+        x[1, case.share, query, 5] = bad
+        yield f"query {query}", replace(whole, query=x)
+
+
+def before_the_first_token(blocks: int) -> Iterator[tuple[str, Problem]]:
+    """Queries that stand before the tail's first token, over packed blocks and over none."""
+    whole = problem(CASES[0], queries=5, lengths=(2, 3), blocks=blocks)
+    yield "packed blocks", whole
+    yield "absent blocks", replace(whole, tokens=torch.zeros_like(whole.tokens))
+
+
 def infinitely_low(whole: Problem) -> Problem:
     """Every score of the tail's last token is −∞."""
     query, keys = whole.query.clone(), whole.keys.clone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_cases import Case, unaligned
 from cuda_host import run_on_host
-from not_finite import BAD, CASES, check, infinitely_low, problem, spoiled
+from not_finite import BAD, CASES, before_the_first_token, check, infinitely_low, problem, spoiled, spoiled_queries
 
 from kvdrift.kernels import cuda, definition
 
@@ -48,11 +48,8 @@ def test_a_tail_of_one_token(blocks: int, tensor: str, bad: str) -> None:
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_query_spoils_only_itself(case: Case, bad: str) -> None:
-    whole = problem(case, queries=5, lengths=(37, 5))
-    for query in range(5):
-        x = whole.query.clone()
-        x[1, case.share, query, 5] = BAD[bad]
-        check(f"query {query}", replace(whole, query=x), "cpu")
+    for what, given in spoiled_queries(case, BAD[bad]):
+        check(what, given, "cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -66,9 +63,8 @@ def test_an_infinite_value_whose_weight_is_zero(case: Case) -> None:
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_queries_before_the_first_token(blocks: int) -> None:
     """Queries that see nothing are NaN; those that see packed blocks alone are not. The others see what they see."""
-    whole = problem(CASES[0], queries=5, lengths=(2, 3), blocks=blocks)
-    check("packed blocks", whole, "cpu")
-    check("absent blocks", replace(whole, tokens=torch.zeros_like(whole.tokens)), "cpu")
+    for what, given in before_the_first_token(blocks):
+        check(what, given, "cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_in_float64 import attention
 from cuda_cases import Case
-from not_finite import BAD, CASES, check, infinitely_low, problem, spoiled
+from not_finite import BAD, CASES, before_the_first_token, check, infinitely_low, problem, spoiled, spoiled_queries
 
 from kvdrift.kernels import compiler
 from kvdrift.layout import block_layout
@@ -39,19 +39,15 @@ def test_a_token_spoils_only_the_queries_that_see_it(
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_query_spoils_only_itself(case: Case, bad: str) -> None:
-    whole = problem(case, queries=5, lengths=(37, 5))
-    for query in range(5):
-        x = whole.query.clone()
-        x[1, case.share, query, 5] = BAD[bad]
-        check(f"query {query}", replace(whole, query=x), "cpu", kernels=native)
+    for what, given in spoiled_queries(case, BAD[bad]):
+        check(what, given, "cpu", kernels=native)
 
 
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_queries_before_the_first_token(blocks: int) -> None:
     """Queries that see nothing are NaN; those that see packed blocks alone are not. The others see what they see."""
-    whole = problem(CASES[0], queries=5, lengths=(2, 3), blocks=blocks)
-    check("packed blocks", whole, "cpu", kernels=native)
-    check("absent blocks", replace(whole, tokens=torch.zeros_like(whole.tokens)), "cpu", kernels=native)
+    for what, given in before_the_first_token(blocks):
+        check(what, given, "cpu", kernels=native)
 
 
 def test_an_infinite_value_whose_weight_is_zero() -> None:
