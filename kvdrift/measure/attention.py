@@ -21,7 +21,7 @@ LARGEST = 80.0
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Figures of one slice of a layer and prompt, means over heads and the queries that see a token of the slice."""
+    """Figures of one slice of a prompt in each layer, means over heads and the queries that read some of it packed."""
 
     key_logits: Float[Tensor, " layers"]
     """RMS change of pre-softmax attention logits over the slice's keys."""
