@@ -154,7 +154,7 @@ class PackedLayer(CacheLayerMixin):
             return {"exact": self.dense, "rollback": [], "tables": real}
         held = self.sequences
         tables = [held.tables.both, held.exact_lengths, *real]
-        return {"exact": [held.keys, held.values], "rollback": held.shadows, "tables": tables}
+        return {"exact": [held.buffer], "rollback": [held.shadow], "tables": tables}
 
     # -- taking tokens in ------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from kvdrift.cache.block import Identity, header, headers
 from kvdrift.cache.pool import BlockPool
-from kvdrift.kernels import dispatch
 from kvdrift.layout import BlockLayout
 from kvdrift.policy import CachePolicy
 
@@ -46,6 +46,7 @@ class Binding:
 
 
 def seal(
+    backend: ModuleType,
     binding: Binding,
     pool: BlockPool,
     starts: Sequence[int],
@@ -62,14 +63,15 @@ def seal(
     if chosen:
         if len(chosen) < len(starts):
             keys, values = keys[chosen], values[chosen]
-        made = _to_pages(binding, pool, [starts[i] for i in chosen], keys, values)
+        made = _to_pages(backend, binding, pool, [starts[i] for i in chosen], keys, values)
         for i, page in zip(chosen, made, strict=True):
             pages[i] = page
     return [Segment(page, start, binding.layout.block) for page, start in zip(pages, starts, strict=True)]
 
 
-def _to_pages(binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor, values: Tensor) -> list[int]:
-    backend = dispatch.backend(keys.device)
+def _to_pages(
+    backend: ModuleType, binding: Binding, pool: BlockPool, starts: list[int], keys: Tensor, values: Tensor
+) -> list[int]:
     taken = pool.take(len(starts))
     at = torch.tensor(taken, dtype=torch.int32, device=keys.device)
     fits = backend.seal(keys, values, binding.layout, pool.arena, at).tolist()

@@ -38,8 +38,9 @@ class Sequences:
         self.backend = dispatch.backend(like.device)
         batch, kv_heads, _, head_dim = like.shape
         capacity, block = self.policy.exact_tokens + self.policy.block, self.policy.block
-        self.keys, self.values = (like.new_empty(batch, kv_heads, capacity, head_dim) for _ in "kv")
-        self.shadows = [like.new_empty(batch, kv_heads, block, head_dim) for _ in "kv"] if self.policy.rollback else []
+        self._hold(like.new_empty(2, batch, kv_heads, capacity, head_dim))
+        self.shadow = like.new_empty(2, batch, kv_heads, block if self.policy.rollback else 0, head_dim)
+        """The exact keys and values of each sequence's newest block."""
         self.segments: list[list[Segment]] = [[] for _ in range(batch)]
         self.exact = [0] * batch
         """Tokens in the exact buffer of each sequence."""
@@ -53,7 +54,10 @@ class Sequences:
 
     def length(self, s: int) -> int:
         """Real tokens of one sequence."""
-        return self.exact[s] + sum(segment.tokens for segment in self.segments[s] if segment.page != HELD)
+        if not self.segments[s]:
+            return self.exact[s]
+        newest = self.segments[s][-1]
+        return newest.start + newest.tokens + self.exact[s] - self.held[s]
 
     @property
     def escalated_blocks(self) -> int:
@@ -105,7 +109,7 @@ class Sequences:
         self.held[s] = sinks + block * (len(kept) - 1)
         kept.append((keys[:, end:], values[:, end:]))
         if len(aged_keys):
-            self._keep_shadow(s, aged_keys[-1], aged_values[-1])
+            self._keep_shadow(s, torch.stack([aged_keys[-1], aged_values[-1]]))
         self.exact[s] = sum(part.shape[1] for part, _ in kept)
         self._make_room(max(self.exact[s], self.held[s] + self.policy.residual_window + block))
         for buffer, parts in zip((self.keys, self.values), zip(*kept, strict=True), strict=True):
@@ -136,29 +140,27 @@ class Sequences:
         """Seal the oldest due block of every sequence that has one, until none has."""
         block = self.policy.block
         while due := [s for s in range(len(self.exact)) if self.due(s)]:
-            keys, values = (self._oldest(x, due) for x in (self.keys, self.values))
+            oldest = self._oldest(due)
             packed = {}
-            for i, (s, segment) in enumerate(zip(due, self._seal(due, keys, values), strict=True)):
+            for i, (s, segment) in enumerate(zip(due, self._seal(due, *oldest.unbind()), strict=True)):
                 self.segments[s].append(segment)
-                self._keep_shadow(s, keys[i], values[i])
+                self._keep_shadow(s, oldest[:, i])
                 if segment.page == HELD:
                     self.held[s] += block
                     self._make_room(self.held[s] + self.policy.residual_window + block)
                 else:
                     self._move(s, self.held[s] + block, self.held[s])
                     packed[s] = (segment.page, segment.tokens)
-                self.exact_lengths[s] = self.exact[s]
             self.tables.append(packed)
+            self._write_lengths()
         self._drop_room()
 
-    def _oldest(
-        self, buffer: Float[Tensor, "batch kv_heads _ head_dim"], rows: Sequence[int]
-    ) -> Float[Tensor, "rows kv_heads block head_dim"]:
+    def _oldest(self, rows: Sequence[int]) -> Float[Tensor, "2 rows kv_heads block head_dim"]:
         """The oldest block of these sequences' tails; where they lie side by side they aren't copied."""
         spans = [slice(self.held[s], self.held[s] + self.policy.block) for s in rows]
-        if len(rows) == len(buffer) and all(span == spans[0] for span in spans):
-            return buffer[:, :, spans[0]]
-        return torch.stack([buffer[s, :, span] for s, span in zip(rows, spans, strict=True)])
+        if len(rows) == len(self.exact) and all(span == spans[0] for span in spans):
+            return self.buffer[:, :, :, spans[0]]
+        return torch.stack([self.buffer[:, s, :, span] for s, span in zip(rows, spans, strict=True)], dim=1)
 
     def attend(
         self, query: Float[Tensor, "batch query_heads new head_dim"], scaling: float
@@ -211,8 +213,7 @@ class Sequences:
             start, stop = self.held[s], self.held[s] + newest.tokens
             self._make_room(self.exact[s] + newest.tokens)
             self._move(s, start, stop)
-            for buffer, shadow in zip((self.keys, self.values), self.shadows, strict=True):
-                buffer[s, :, start:stop] = shadow[s]
+            self.buffer[:, s, :, start:stop] = self.shadow[:, s]
             self.pool.release([newest.page])
         else:
             return
@@ -229,8 +230,8 @@ class Sequences:
         self.pool.release(_pages(old))
         self.exact, self.held, self.shadowed = ([x[i] for i in kept] for x in (self.exact, self.held, self.shadowed))
         at = order.to(self.keys.device)
-        self.keys, self.values = self.keys[at], self.values[at]
-        self.shadows = [x[at] for x in self.shadows]
+        self._hold(self.buffer[:, at])
+        self.shadow = self.shadow[:, at]
         self._write_tables()
 
     def release(self) -> None:
@@ -241,7 +242,7 @@ class Sequences:
     def to_dense(self, real: Bool[Tensor, "batch seen"]) -> tuple[Tensor, Tensor]:
         """Keys and values as columns again, zero where `real` says pad, of sequences that have no segment."""
         dense = []
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffer:
             columns = buffer.new_zeros(*buffer.shape[:2], real.shape[1], buffer.shape[3])
             for s, length in enumerate(self.exact):
                 columns[s, :, real[s]] = buffer[s, :, :length]
@@ -251,33 +252,35 @@ class Sequences:
     # -- storage ---------------------------------------------------------------------------------------------------
 
     def _make_room(self, tokens: int) -> None:
-        capacity = self.keys.shape[2]
+        capacity = self.buffer.shape[3]
         if tokens > capacity:
             grown = -(-tokens // self.policy.block) * self.policy.block
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = old.new_empty(*old.shape[:2], grown, old.shape[3])
-                new[:, :, :capacity] = old
-                setattr(self, name, new)
+            new = self.buffer.new_empty(*self.buffer.shape[:3], grown, self.buffer.shape[4])
+            new[:, :, :, :capacity] = self.buffer
+            self._hold(new)
 
     def _drop_room(self) -> None:
-        """Shrink buffers that gathered more than a block at a time, as they do until `min_length` is reached."""
-        needed = max(self.held) + self.policy.residual_window + self.policy.block
-        if max(needed, *self.exact) + self.policy.block <= self.keys.shape[2]:
-            self.keys, self.values = (x[:, :, : max(needed, *self.exact)].clone() for x in (self.keys, self.values))
+        """Shrink a buffer that gathered more than a block at a time, as it does until `min_length` is reached."""
+        needed = max(max(self.held) + self.policy.residual_window + self.policy.block, *self.exact)
+        if needed + self.policy.block <= self.buffer.shape[3]:
+            self._hold(self.buffer[:, :, :, :needed].clone())
+
+    def _hold(self, buffer: Float[Tensor, "2 batch kv_heads capacity head_dim"]) -> None:
+        """Let this be the exact buffer. It is one tensor, so that one call moves keys and values alike."""
+        self.buffer = buffer
+        self.keys, self.values = buffer.unbind()
 
     def _move(self, s: int, start: int, to: int) -> None:
         """Move the exact tokens from `start` on to `to`."""
         end = self.exact[s]
         if start < end:
-            for buffer in (self.keys, self.values):
-                buffer[s, :, to : to + end - start] = buffer[s, :, start:end].clone()
+            self.buffer[:, s, :, to : to + end - start] = self.buffer[:, s, :, start:end].clone()
         self.exact[s] += to - start
 
-    def _keep_shadow(self, s: int, keys: Tensor, values: Tensor) -> None:
-        for shadow, newest in zip(self.shadows, (keys, values), strict=False):
-            shadow[s] = newest
-        self.shadowed[s] = bool(self.shadows)
+    def _keep_shadow(self, s: int, newest: Float[Tensor, "2 kv_heads block head_dim"]) -> None:
+        if self.policy.rollback:
+            self.shadow[:, s] = newest
+            self.shadowed[s] = True
 
     def _seal(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> list[Segment]:
         """The next segment of each named sequence; one that is named n times gets n in a row."""
@@ -288,7 +291,7 @@ class Sequences:
             starts.append(start)
             following[s] = start + self.policy.block
         allowed = [self._may_pack(s, start) for s, start in zip(sequences, starts, strict=True)]
-        return seal(self.binding, self.pool, starts, allowed, keys, values)
+        return seal(self.backend, self.binding, self.pool, starts, allowed, keys, values)
 
     def _may_pack(self, s: int, start: int) -> bool:
         return self.ranges is None or start in self.ranges[s]
@@ -296,6 +299,9 @@ class Sequences:
     def _write_tables(self) -> None:
         live = [[(x.page, x.tokens) for x in row if x.page != HELD] for row in self.segments]
         self.tables = Tables(live, self.keys.device)
+        self._write_lengths()
+
+    def _write_lengths(self) -> None:
         self.exact_lengths = torch.tensor(self.exact, dtype=torch.int32, device=self.keys.device)
 
 

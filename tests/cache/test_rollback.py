@@ -137,7 +137,7 @@ def test_rollback_zero_keeps_no_shadow() -> None:
     fed, everything = stream(policy(rollback=0)), tokens(64)
     fed.feed(everything)
     assert fed.cache.ledger().rollback == 0
-    assert fed.layer.storages()["rollback"] == []
+    assert [x.nbytes for x in fed.layer.storages()["rollback"]] == [0]
 
 
 def test_cut_errors_name_the_depth_and_change_nothing() -> None:

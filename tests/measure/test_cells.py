@@ -69,8 +69,8 @@ def key_scales_off(monkeypatch: pytest.MonkeyPatch, layer: int, bucket: range) -
     """The hook: after sealing, the key scales of one layer's blocks in one bucket are 10 % too large."""
     original = sealing._to_pages
 
-    def wrong(binding: Any, pool: Any, starts: list[int], *tensors: Any) -> list[int]:
-        pages = original(binding, pool, starts, *tensors)
+    def wrong(backend: Any, binding: Any, pool: Any, starts: list[int], *tensors: Any) -> list[int]:
+        pages = original(backend, binding, pool, starts, *tensors)
         key = binding.layout.key
         for page, start in zip(pages, starts, strict=True):
             if key.quantizer is not None and binding.index == layer and start in bucket:
