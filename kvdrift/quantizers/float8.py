@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvdrift.quantizers.groups import SMALLEST_NORMAL, Codes, to_float32
+from kvdrift.quantizers.groups import LARGEST, SMALLEST_NORMAL, Codes, to_float32
 
 E4M3_MAX = 448.0
 
@@ -24,8 +24,8 @@ def encode(x: Float[Tensor, "*groups group"], scale_dtype: torch.dtype) -> Codes
     step = scale.float()
     scaled = (x / torch.where(step == 0, 1.0, step)).nan_to_num(0.0).clamp(-E4M3_MAX, E4M3_MAX)
     codes = torch.where(step == 0, 0.0, scaled).to(torch.float8_e4m3fn).view(torch.uint8)
-    finite = x.isfinite().all(-1) & step.isfinite()[..., 0] & (E4M3_MAX * step).isfinite()[..., 0]
-    return Codes(codes, scale, None, finite & ~((step == 0) & (largest != 0))[..., 0])
+    held = (E4M3_MAX * step <= LARGEST) & ((step != 0) | (largest == 0))
+    return Codes(codes, scale, None, held[..., 0] & x.isfinite().all(-1))
 
 
 def decode(codes: UInt8[Tensor, "*groups group"], scale: Float[Tensor, "*groups 1"]) -> Float[Tensor, "*groups group"]:

@@ -9,6 +9,9 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+LARGEST = 2.0**100
+"""The largest magnitude that codes may stand for. Attention takes a decoded value apart, into parts of up to five times
+its size (`cuda` has a uniform code as 2^bits + code), and multiplies keys by queries: 2²⁷ are left for both."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Codes:
     scale: Float[Tensor, "*groups 1"]
     low: Float[Tensor, "*groups 1"] | None
     fits: Bool[Tensor, "*groups"]
-    """False where the group must stay exact: a scale, low or decoded value isn't finite, or the scale vanished."""
+    """False where the group must stay exact: a value isn't finite, the scale vanished, or a low or decoded value is
+    larger than `LARGEST`."""
 
 
 def to_float32(x: Float[Tensor, "*groups group"]) -> Float[Tensor, "*groups group"]:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvdrift.quantizers.groups import Codes, to_float32
+from kvdrift.quantizers.groups import LARGEST, Codes, to_float32
 
 
 def encode(x: Float[Tensor, "*groups group"], bits: int, scale_dtype: torch.dtype) -> Codes:
@@ -25,10 +25,9 @@ def encode(x: Float[Tensor, "*groups group"], bits: int, scale_dtype: torch.dtyp
     step, base = scale.float(), low.float()
     codes = ((x - base) / torch.where(step == 0, 1.0, step)).round().clamp(0, levels)
     codes = torch.where(step == 0, 0.0, codes).nan_to_num(0.0, 0.0, 0.0)
-    finite = x.isfinite().all(-1) & (levels * step + base).isfinite()[..., 0] & step.isfinite()[..., 0]
-    finite &= base.isfinite()[..., 0]
-    vanished = (step == 0)[..., 0] & (high != smallest)[..., 0]
-    return Codes(codes.to(torch.uint8), scale, low, finite & ~vanished)
+    held = (base.abs() <= LARGEST) & ((levels * step + base).abs() <= LARGEST)  # false for NaN
+    held &= (step != 0) | (high == smallest)
+    return Codes(codes.to(torch.uint8), scale, low, held[..., 0] & x.isfinite().all(-1))
 
 
 def decode(

@@ -87,6 +87,8 @@ def test_case_5_an_all_zero_group_reconstructs_exactly(scale: torch.dtype, conte
         (60_000.0, torch.float16, True),
         (448 * 70_000.0, torch.float16, False),
         (448 * 70_000.0, torch.float32, True),
+        (2.0**99, torch.float32, True),
+        (2.0**101, torch.float32, False),
         (1e-9, torch.float16, False),
         (1e-9, torch.float32, True),
         (float("inf"), torch.float32, False),
@@ -94,7 +96,8 @@ def test_case_5_an_all_zero_group_reconstructs_exactly(scale: torch.dtype, conte
     ],
 )
 def test_case_6_what_the_scale_cannot_hold_does_not_fit(content: float, scale: torch.dtype, fits: bool) -> None:
-    """Case 6: infinite, vanished or not-a-number scales escalate; nothing saturates in silence."""
+    """Case 6: scales that vanish or aren't finite escalate, and values that leave attention no room; nothing saturates
+    in silence."""
     x = torch.full((1, 8), content)
     x[0, 0] = -content
     made = float8.encode(x, scale)

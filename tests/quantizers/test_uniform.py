@@ -26,7 +26,7 @@ def by_hand(x: np.ndarray, bits: int, stored: type) -> tuple[np.ndarray, np.ndar
         step, base = scale.astype(np.float32), low.astype(np.float32)
         codes = np.clip(np.rint((x - base) / np.where(step == 0, np.float32(1), step)), 0, levels)
         top = levels * step + base
-        fits = np.isfinite(x).all(-1) & np.isfinite(step)[..., 0] & np.isfinite(base)[..., 0] & np.isfinite(top)[..., 0]
+        fits = np.isfinite(x).all(-1) & (np.maximum(np.abs(base), np.abs(top)) <= 2.0**100)[..., 0]
         fits &= ~((step == 0) & (high32 != low32))[..., 0]
         codes = np.where(step == 0, 0, codes)
     return codes, scale, low, fits
@@ -35,7 +35,8 @@ def by_hand(x: np.ndarray, bits: int, stored: type) -> tuple[np.ndarray, np.ndar
 FLOATS = st.one_of(
     st.floats(width=32),
     st.floats(-10, 10, width=32),
-    st.sampled_from([0.0, -0.0, 1e-40, -1e-39, 1.17549435e-38, 6e-8, 60_000.0, -60_000.0, 3.4e38, -3.4e38, 65504.0]),
+    st.sampled_from([0.0, -0.0, 1e-40, -1e-39, 1.17549435e-38, 6e-8, 60_000.0, -60_000.0, 65504.0]),
+    st.sampled_from([1e30, -1e30, 2.0**100, -(2.0**100), 2.0**101, 3.4e38, -3.4e38]),
 )
 
 
@@ -122,6 +123,16 @@ def test_case_6_what_the_scale_dtype_cannot_hold_does_not_fit(value: float) -> N
     group = torch.linspace(-1, 1, 32)
     group[5] = -abs(value) if value == value else value
     assert not uniform.encode(group[None], 4, torch.float16).fits.any()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_what_leaves_attention_no_room_does_not_fit(sign: float) -> None:
+    """A decoded value of 2¹⁰⁰ is the largest that float32 scales may stand for."""
+    for most, fits in ((2.0**100, True), (2.0**100 + 2.0**77, False)):
+        group = torch.zeros(1, 32)
+        group[0, 5] = sign * most
+        assert uniform.encode(group, 2, torch.float32).fits.item() is fits
+        assert uniform.encode(torch.full((1, 32), sign * most), 2, torch.float32).fits.item() is fits
 
 
 def test_a_scale_that_vanishes_on_a_group_that_is_not_constant_does_not_fit() -> None:

@@ -11,6 +11,7 @@ constexpr int STEP = Key::CHANNEL_MAJOR || BLOCK < SMALL_STEP ? BLOCK : SMALL_ST
 constexpr int TAIL_STEP = HEAD_DIM * sizeof(Input) <= 128 ? 32 : 16;
 
 constexpr float NEVER = -3.0e38f;  // the score of what a query does not see
+constexpr float LIGHT = 1.0f / (1 << 24);  // a weight's unit, so that no sum of millions of values overflows
 constexpr int QUERY_PITCH = HEAD_DIM + 4;  // so that neighbouring queries lie in different banks
 
 struct Queries {
@@ -133,7 +134,7 @@ struct Softmax {
             total[tile] *= factor[tile];
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                const float weight = exp2f(score[i] - base);
+                const float weight = LIGHT * exp2f(score[i] - base);
                 total[tile] += weight;
                 mine[8 * i] = weight;
             }

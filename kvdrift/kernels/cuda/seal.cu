@@ -33,6 +33,9 @@ __device__ void load_tile(Input* tile, Source x) {
 // float32 with subnormals read as zero and no negative zero.
 __device__ __forceinline__ float normal(float x) { return (__float_as_uint(x) & 0x7f800000u) ? x : 0.0f; }
 
+// Whether codes may stand for x: no larger than LARGEST of quantizers/groups.py, 2^100, nor NaN.
+__device__ __forceinline__ bool held(float x) { return (__float_as_uint(x) & 0x7fffffffu) <= (127u + 100u) << 23; }
+
 template <class T>
 __device__ __forceinline__ float element(const Input* tile, int row, int column) {
     return normal(to_float(T::CHANNEL_MAJOR ? tile[column * PITCH + row] : tile[row * PITCH + column]));
@@ -53,14 +56,14 @@ __device__ bool fit_group(const Input* tile, int row, int group, typename T::Sca
         const float magnitude = fmaxf(-smallest, largest);
         store(scale, normal(div_rn(magnitude, 448.0f)));
         const float step = to_float(scale);
-        return finite && is_finite(mul_rn(448.0f, step)) && !(is_zero(step) && !is_zero(magnitude));
+        return finite && held(mul_rn(448.0f, step)) && !(is_zero(step) && !is_zero(magnitude));
     }
     constexpr float LEVELS = (1 << T::BITS) - 1;
     store(scale, sub_rn(div_rn(largest, LEVELS), div_rn(smallest, LEVELS)));
     store(low, smallest);
     if (is_zero(to_float(low))) store(low, 0.0f);
     const float step = to_float(scale), base = to_float(low);
-    return finite && is_finite(step) && is_finite(base) && is_finite(add_rn(mul_rn(LEVELS, step), base)) &&
+    return finite && held(base) && held(add_rn(mul_rn(LEVELS, step), base)) &&
            !(is_zero(step) && largest != smallest);
 }
 

@@ -127,12 +127,12 @@ void weighted_digits(const Operand &a, const Factors &f, int rows, float *out, i
     const float most = fold(largest, Max());
     float unit[R], per_unit[R];
     for (int r = 0; r < R; r++) unit[r] = unit_of(most * f.most[r]), per_unit[r] = 1 / unit[r];
-    for (int g = 0; g < groups; g++)  // out of sight this may overflow: NaN becomes zero digits
+    for (int g = 0; g < groups; g++)  // multiplied in this order it overflows out of sight alone: NaN becomes zero digits
         for (int i = 0; i < a.rows; i += LANES) {
             const f32x16 scale = load<f32x16>(a.scale + g * a.rows + i);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
-                store_digits(load<f32x16>(f.x + r * f.row + i) * (scale * per_unit[r]), digits + g * digits_group + r * digits_row + 4 * i);
+                store_digits(load<f32x16>(f.x + r * f.row + i) * scale * per_unit[r], digits + g * digits_group + r * digits_row + 4 * i);
         }
     constexpr int N = R == 1 ? 4 : 2;  // R · N · DIGITS sums fit in the registers and keep the multipliers busy
     constexpr int Planes = S::planes < N ? S::planes : N, C = N / Planes;

@@ -6,11 +6,12 @@
 
 namespace kvdrift {
 
-constexpr int32_t INFINITE = 0x7f800000, SMALLEST_NORMAL = 0x00800000;
+constexpr int32_t INFINITE = 0x7f800000, SMALLEST_NORMAL = 0x00800000, LARGEST = (127 + 100) << 23;  // groups.py
 constexpr float HUGE_DIVISOR = 1e37f;  // its reciprocal is normal still
 
 INLINE i32x16 magnitude(f32x16 x) { return as_int(x) & 0x7fffffff; }
 INLINE i32x16 not_finite(f32x16 x) { return magnitude(x) >= INFINITE; }
+INLINE i32x16 too_large(f32x16 x) { return magnitude(x) > LARGEST; }  // or NaN
 
 INLINE f32x16 to_float32(f32x16 x) { return select(magnitude(x) >= SMALLEST_NORMAL, x, f32x16{}); }
 
@@ -27,7 +28,7 @@ INLINE Step uniform_step(f32x16 smallest, f32x16 highest, float levels, bool hal
     scale = rounded(highest / levels - smallest / levels, half);
     const f32x16 base = rounded(smallest, half) + 0.0f, zero = {};
     const i32x16 vanished = scale == zero;
-    const i32x16 bad = not_finite(levels * scale + base) | not_finite(scale) | not_finite(base);
+    const i32x16 bad = too_large(levels * scale + base) | too_large(base);
     return {select(vanished, zero + HUGE_DIVISOR, scale), base, bad | (vanished & (highest != smallest))};
 }
 
@@ -36,7 +37,7 @@ INLINE Step float8_step(f32x16 smallest, f32x16 highest, bool half, f32x16 &scal
     const f32x16 quotient = largest / 448.0f;
     scale = rounded(to_float32(quotient), half);
     const i32x16 vanished = scale == zero;
-    const i32x16 bad = not_finite(448.0f * scale) | not_finite(scale);
+    const i32x16 bad = too_large(448.0f * scale);
     return {select(vanished, zero + HUGE_DIVISOR, scale), zero, bad | (vanished & (largest != zero))};
 }
 
