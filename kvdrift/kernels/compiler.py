@@ -2,7 +2,7 @@
 
 The library lies in `$KVDRIFT_CACHE` (or `~/.cache/kvdrift`) under a name that hashes everything that decides its code:
 sources, flags, compiler and CPU. Each process compiles into its own folder and moves the result into place, so that
-two that start at once can't see half a file.
+two that start at once can't see half a file. It ends with its own digest: one that was damaged since is compiled anew.
 """
 
 from __future__ import annotations
@@ -21,22 +21,29 @@ SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 CONTRACTION = {"encode.cpp": "off", "decode.cpp": "off", "attention.cpp": "fast"}
 """Encoding and decoding round every operation, as the definition does; attention may fuse a product with its sum."""
+DIGEST_BYTES = 32
 
 
 class NativeUnavailable(RuntimeError):
-    """The native kernels can't be built here; the message names what is missing."""
+    """The native kernels can't be built or loaded here; the message names what is missing."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded kernels.
 
-    Raises NativeUnavailable without a C++ compiler, or when it refuses the sources.
+    Raises NativeUnavailable without a C++ compiler, when it refuses the sources, or where the folder can't be used.
     """
     path = cache_folder() / f"native-{build_id()}.so"
-    if not path.exists():
-        _compile(path)
-    kernels = ctypes.CDLL(str(path))
+    try:
+        if not _whole(path):
+            _compile(path)
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(
+            f"can't compile into {path.parent} or load from there ({error}); "
+            "set KVDRIFT_CACHE to a folder that can be written to and may hold libraries"
+        ) from error
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     for name, arguments in {
         "seal": (pointer, pointer, pointer, pointer, number, pointer, pointer, count, pointer, number),
@@ -92,6 +99,14 @@ def _cpu() -> str:
     )
 
 
+def _whole(path: Path) -> bool:
+    """Whether it is there, undamaged. To load one that was cut short can end the process."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
+
 def _compile(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="compiling-") as folder:
@@ -104,6 +119,7 @@ def _compile(path: Path) -> None:
         )
         linked = Path(folder) / path.name
         _run([_compiler(), *FLAGS, "-shared", *map(str, objects), "-o", str(linked)])
+        linked.write_bytes(linked.read_bytes() + hashlib.sha256(linked.read_bytes()).digest())
         os.replace(linked, path)
 
 
