@@ -5,25 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from kvdrift.config import stage
+from kvdrift.report.limits import Limits
+from kvdrift.report.reading import Sources
 
 
 @dataclass(frozen=True)
-class FrontierConfig:
+class FrontierConfig(Sources):
     profile: dict[str, Any]
     model: dict[str, Any]
     corpus: dict[str, Any]
-    gates: dict[str, Any]
+    gates: Limits
     params: Path
     """Lists the policies; whatever else lies in the folders is not looked at."""
-    manifest: Path
     preflight: Path
     calibration: Path
     reference: Path
-    plans: Path
-    quantize: Path
-    generate: Path
-    latency: Path
-    drill: Path
     verdicts: Path
     sensitivity: Path
     hashed: dict[str, list[Path]]
@@ -42,51 +38,57 @@ class FrontierConfig:
 def main(config: FrontierConfig) -> None:
     import json
     import shutil
+    from dataclasses import asdict
 
-    import polars as pl
     import yaml
 
-    from kvdrift.ledger import CacheShape
-    from kvdrift.policy import from_dict
-    from kvdrift.report import changed, figures, frontier
-    from kvdrift.report.evidence import read_json
+    from kvdrift.report import changed, figures, frontier, shapes
+    from kvdrift.report.artifacts import sound
     from kvdrift.report.floor import noise_floor
     from kvdrift.report.maps import TABLE, layer_table
     from kvdrift.report.origin import commit, config_hash, hashed, plain, weight_hashes
     from kvdrift.report.page import embedded, render
     from kvdrift.report.probes import probe_rows, read_cells
+    from kvdrift.report.reading import read_evidence, read_manifest, read_object, read_table
     from kvdrift.report.receipt import Run, receipt
     from kvdrift.report.sections import sections, title
+    from kvdrift.report.verdict import judge
 
     policies: list[str] = yaml.safe_load(config.params.read_text())["policies"]
-
-    def of_each(folder: Path) -> dict[str, Any]:
-        return {name: read_json(folder / f"{name}.json") for name in policies}
 
     def write(path: Path, content: object) -> None:
         path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
 
+    manifest = read_manifest(config.manifest)
+    # What a verdict takes for not measured is not measured here either.
+    found = {name: sound(read_evidence(name, config)) for name in policies}
+    verdicts = [
+        frontier.read_verdict(config.verdicts / f"{name}.json", judge(evidence, config.gates))
+        for name, evidence in found.items()
+    ]
+    preflight, floors = config.preflight, [config.reference / f"noise_floor{x}.parquet" for x in ("", "_answers")]
+    floor = noise_floor(
+        read_table(floors[0], "reference", shapes.FLOOR, ("schedule", "prompt", "step")),
+        read_table(floors[1], "reference", shapes.FLOOR_ANSWERS, ("schedule", "prompt")),
+    )
+    device = read_object(preflight / "device.json", "preflight", shapes.DEVICE)
+    software = read_object(preflight / "software.json", "preflight", shapes.SOFTWARE)
+    calibration = read_object(config.calibration / "calibration.json", "calibrate", shapes.CALIBRATION)
+
+    choice = frontier.choose(verdicts)
+    packings, latencies = ({name: getattr(x, kind) for name, x in found.items()} for kind in ("packing", "latency"))
+    examples = []
+    for name, evidence in found.items():
+        examples += changed.changed_examples(name, evidence.generations)
+    longest = {name: frontier.longest(packing) for name, packing in packings.items()}
+    evens = {
+        name: frontier.break_even(evidence.policy, evidence.shape, verdict["metrics"]["even"], longest[name])
+        for (name, evidence), verdict in zip(found.items(), verdicts, strict=True)
+    }
     for folder in (config.out, config.plots, config.changed.parent):
         folder.mkdir(parents=True, exist_ok=True)
-
-    verdicts = [frontier.read_verdict(config.verdicts / f"{name}.json") for name in policies]
-    latencies, packings = of_each(config.latency), of_each(config.quantize)
-    choice = frontier.choose(verdicts)
-    examples = []
-    for name in policies:
-        path = config.generate / f"{name}.parquet"
-        examples += changed.changed_examples(name, pl.read_parquet(path) if path.is_file() else None)
-
-    floors = [config.reference / f"noise_floor{suffix}.parquet" for suffix in ("", "_answers")]
-    floor = noise_floor(*(pl.read_parquet(path) if path.is_file() else None for path in floors))
-    manifest = read_json(config.manifest)
-    shape = CacheShape(**manifest["shape"])
-    plans = {name: from_dict(plan, name) for name, plan in of_each(config.plans).items() if plan is not None}
-    longest = {name: frontier.longest(packing) for name, packing in packings.items()}
-    measured = {verdict["policy"]: verdict["metrics"]["even"] for verdict in verdicts}
-    evens = {name: frontier.break_even(plan, shape, measured[name], longest[name]) for name, plan in plans.items()}
-    limits = verdicts[0]["limits"]
-    cell = (1 - limits["cell"]["cos"], 1 - limits["cell"]["cos"], limits["cell"]["kl"])
+    limits = config.gates
+    cell = (1 - limits.cell.cos, 1 - limits.cell.cos, limits.cell.kl)
     rows = {
         "heatmap": figures.heatmap_rows(verdicts),
         "attention": figures.attention_rows(verdicts),
@@ -99,15 +101,15 @@ def main(config: FrontierConfig) -> None:
     apart = "What each cell does to attention"
     figures.draw_heatmap(rows["attention"], drawn["attention"], {}, choice.policy, apart)
     figures.draw_recall(rows["recall"], drawn["recall"])
-    figures.draw_frontier(rows["frontier"], drawn["frontier"], limits["max_bytes_ratio"], limits["max_kl"])
+    figures.draw_frontier(rows["frontier"], drawn["frontier"], limits.max_bytes_ratio, limits.max_kl)
     figures.draw_latency(rows["latency"], drawn["latency"])
-    for name, found in rows.items():
-        write(config.plots / f"{name}.json", found)
+    for name, drawn_rows in rows.items():
+        write(config.plots / f"{name}.json", drawn_rows)
 
-    policy = plans.get(choice.policy, frontier.EXACT)
+    policy = found[choice.policy].policy if choice.policy in found else frontier.EXACT
     even = evens.get(choice.policy, frontier.BreakEven(None, None))
     released = frontier.bound(policy, even, longest.get(choice.policy, 0))
-    selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": config.gates}
+    selected = {"profile": config.profile, "model": config.model, "corpus": config.corpus, "gates": asdict(limits)}
     selected = plain(selected)
     for path in drawn.values():
         shutil.copyfile(path, config.out / path.name)
@@ -121,14 +123,14 @@ def main(config: FrontierConfig) -> None:
         evens=evens,
         packings=packings,
         latencies=latencies,
-        drills=of_each(config.drill),
+        drills={name: evidence.drill for name, evidence in found.items()},
         manifest=manifest,
-        device=read_json(config.preflight / "device.json"),
-        software=read_json(config.preflight / "software.json"),
-        calibration=read_json(config.calibration / "calibration.json"),
-        changes=changed.change_counts(examples, limits["critical"]),
+        device=device,
+        software=software,
+        calibration=calibration,
+        changes=changed.change_counts(examples, limits.critical),
         floor=floor,
-        probes=probe_rows(read_cells(config.sensitivity, shape.layers)),
+        probes=probe_rows(read_cells(config.sensitivity, manifest["shape"]["layers"])),
         config=selected,
         commit=commit(Path()),
         hashes=hashes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from kvdrift.ledger import CacheShape, byte_break_even
 from kvdrift.policy import CachePolicy, LayerPolicy
 from kvdrift.report import strict
-from kvdrift.report.maps import LAYERS
 from kvdrift.report.page import NOT_MEASURED, shown
 from kvdrift.report.reading import required
 from kvdrift.report.verdict import NEVER
@@ -28,22 +28,20 @@ class Choice:
     reason: str
 
 
-def read_verdict(path: Path) -> dict[str, Any]:
-    """The verdict that the stage of that name wrote. Raises ConfigError, one line, if it is missing or damaged."""
-    return required(path, f"verdict@{path.stem}", _verdict)
+def read_verdict(path: Path, judged: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict that the stage of that name wrote; `judged` is the verdict that the same evidence and limits give.
 
+    Raises ConfigError, one line, if it is missing or damaged, or not what is expected: nothing ships on a file's word.
+    """
 
-def _verdict(path: Path) -> dict[str, Any]:
-    verdict = strict.read(path, finite=True)
-    if verdict["policy"] != path.stem:
-        raise ValueError(f"it is of policy {verdict['policy']!r}")
-    if not verdict["layers"]:
-        raise ValueError("it has no layers")
-    for row in verdict["layers"]:
-        for name in LAYERS:
-            if name not in row or (row[name] is None and name in ("layer", "key_bits", "value_bits", "saved_bytes")):
-                raise ValueError(f"{name} is missing in a layer")
-    return verdict
+    def reader(path: Path) -> dict[str, Any]:
+        verdict: dict[str, Any] = strict.read(path, finite=True)
+        if fault := strict.difference(verdict, json.loads(json.dumps(judged)), "verdict"):
+            faults = judged["gates"][0]["detail"]  # of the artifacts, one of which may be what is damaged
+            raise ValueError(f"{fault}; {faults}" if faults else fault)
+        return verdict
+
+    return required(path, f"verdict@{path.stem}", reader)
 
 
 def choose(verdicts: Sequence[Mapping[str, Any]]) -> Choice:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdrift.config import ConfigError
+
 CODE = ("kvdrift", "stages", "conf", "params.yaml", "dvc.yaml")
 """What makes the evidence. What it leaves behind, such as metrics and plots, is not part of its source."""
 
@@ -46,7 +48,7 @@ def hashed(of: str, paths: Sequence[Path]) -> Hash:
     listing which `sha256sum` prints for them, by name."""
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is to be hashed for the receipt and isn't there; see conf/frontier.yaml")
+            raise ConfigError(f"{path} is to be hashed for the receipt and isn't there; see conf/frontier.yaml")
     names = " ".join(path.as_posix() for path in paths)
     if len(paths) == 1 and paths[0].is_file():
         return Hash(of, "this file alone", file_sha256(paths[0]), f"`sha256sum {names}`")

@@ -5,7 +5,7 @@ This file knows paths and owners. What an artifact has to look like is `artifact
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,8 @@ from kvdrift.policy import CachePolicy, from_dict
 from kvdrift.prompts.prompt import EVALUATION
 from kvdrift.report import strict
 from kvdrift.report.evidence import Evidence, read_json
-from kvdrift.report.strict import Number
-
-SHAPE = dict.fromkeys(("layers", "kv_heads", "head_dim", "query_heads", "dtype_bytes"), Number(1, whole=True))
-"""What a manifest has to say of its model's cache."""
+from kvdrift.report.shapes import MANIFEST
+from kvdrift.report.tables import table_fault
 
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, pl.exceptions.PolarsError, pl.exceptions.PanicException)
 """What reading a damaged file raises; polars panics on some."""
@@ -49,8 +47,8 @@ def read_evidence(name: str, sources: Sources) -> Evidence:
 
     Raises ConfigError, naming the file and the stage to rerun, if the plan, the manifest or the prompts can't be used.
     """
-    manifest = required(sources.manifest, "model", read_shape)
-    policy = required(sources.plans / f"{name}.json", f"plan@{name}", lambda path: _plan(path, name, manifest))
+    shape = required(sources.manifest, "model", _shape)
+    policy = required(sources.plans / f"{name}.json", f"plan@{name}", lambda path: _plan(path, name, shape))
     own = required(sources.prompts, "prompts", _prompts).with_columns(attack=pl.lit(False))
     prompts = pl.concat([own, required(sources.attack, "attack", _prompts).with_columns(attack=pl.lit(True))])
     found: dict[str, Any] = {}
@@ -69,7 +67,7 @@ def read_evidence(name: str, sources: Sources) -> Evidence:
             found[artifact] = _object(file) if file.suffix == ".json" else _table(file, policy.id)
         except UNREADABLE as error:
             found[artifact], faults[artifact] = None, " ".join(str(error).split())
-    return Evidence(policy=policy, shape=manifest, prompts=prompts, faults=faults, **found)
+    return Evidence(policy=policy, shape=shape, prompts=prompts, faults=faults, **found)
 
 
 def required(path: Path, stage: str, reader: Callable[[Path], T]) -> T:
@@ -81,13 +79,37 @@ def required(path: Path, stage: str, reader: Callable[[Path], T]) -> T:
         raise ConfigError(f"{path} can't be used: {why}; run `dvc repro -f -s {stage}`") from error
 
 
-def read_shape(manifest: Path) -> CacheShape:
-    """The shape of a manifest. Raises ValueError, TypeError or KeyError if it tells none."""
-    shape = strict.read(manifest, finite=True)["shape"]
-    fault = strict.value_fault(shape, SHAPE, "shape")
-    if fault:
+def read_object(path: Path, stage: str, wanted: strict.Wanted) -> dict[str, Any] | None:
+    """The JSON object that the stage wrote, None if there is no such file. Raises ConfigError if it isn't as wanted."""
+    return required(path, stage, lambda path: _wanted(path, wanted)) if path.is_file() else None
+
+
+def read_table(path: Path, stage: str, columns: Mapping[str, Any], key: Sequence[str]) -> pl.DataFrame | None:
+    """The table that the stage wrote, None if there is no such file. Raises ConfigError if it isn't as wanted."""
+
+    def reader(path: Path) -> pl.DataFrame:
+        table = pl.read_parquet(path)
+        if fault := table_fault(table, columns, key):
+            raise ValueError(fault)
+        return table
+
+    return required(path, stage, reader) if path.is_file() else None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The model's manifest. Raises ConfigError if it can't be used."""
+    return required(path, "model", lambda path: _wanted(path, MANIFEST))
+
+
+def _wanted(path: Path, wanted: strict.Wanted) -> dict[str, Any]:
+    found: dict[str, Any] = strict.read(path, finite=True)
+    if fault := strict.value_fault(found, wanted, path.stem):
         raise ValueError(fault)
-    return CacheShape(**shape)
+    return found
+
+
+def _shape(manifest: Path) -> CacheShape:
+    return CacheShape(**_wanted(manifest, MANIFEST)["shape"])
 
 
 def _plan(path: Path, name: str, shape: CacheShape) -> CachePolicy:

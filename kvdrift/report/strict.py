@@ -40,7 +40,7 @@ class Number:
 
 Wanted = Any
 """What a JSON value has to be: a Number, bool, str, a tuple of the values allowed, {key: wanted}, [wanted] with at
-least one item, or Each(wanted)."""
+least one item, Each(wanted), Many(wanted), or Either(wanted, …)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,20 @@ class Each:
     """An object with any keys, whose values are all alike."""
 
     wanted: Wanted
+
+
+@dataclass(frozen=True)
+class Many:
+    """A list of any length, whose items are all alike."""
+
+    wanted: Wanted
+
+
+class Either:
+    """One or the other; a fault is told of the last."""
+
+    def __init__(self, *options: Wanted) -> None:
+        self.options = options
 
 
 def read(path: Path, finite: bool = False) -> Any:
@@ -97,6 +111,13 @@ def _short(text: str) -> int:
 
 def value_fault(value: object, wanted: Wanted, at: str) -> str | None:
     """What keeps `value`, plain data, from being what is wanted; `at` is what it is called."""
+    if isinstance(wanted, Either):
+        faults = [value_fault(value, option, at) for option in wanted.options]
+        return None if None in faults else faults[-1]
+    if isinstance(wanted, Many):
+        if value == []:
+            return None
+        wanted = [wanted.wanted]
     if isinstance(wanted, Each):
         wanted = dict.fromkeys(value, wanted.wanted) if isinstance(value, Mapping) else {}
     if isinstance(wanted, dict):
@@ -110,13 +131,34 @@ def value_fault(value: object, wanted: Wanted, at: str) -> str | None:
         if not isinstance(value, list) or not value:
             return f"{at} is {reprlib.repr(value)}; allowed: a list that is not empty"
         return _first(value_fault(item, wanted[0], f"{at}[{index}]") for index, item in enumerate(value))
-    if isinstance(wanted, Number):
+    if wanted is None:
+        fits, allowed = value is None, "null"
+    elif isinstance(wanted, Number):
         fits, allowed = wanted.fits(value), str(wanted)
     elif isinstance(wanted, tuple):
         fits, allowed = isinstance(value, str) and value in wanted, ", ".join(wanted)
     else:
         fits, allowed = type(value) is wanted, {str: "a text", bool: "true or false"}[wanted]
     return None if fits else f"{at} is {reprlib.repr(value)}; allowed: {allowed}"
+
+
+def difference(found: object, expected: object, at: str) -> str | None:
+    """Where `found`, plain data, first differs from what is expected; `at` is what it is called.
+
+    Numbers may differ by rounding, as another machine's sums do.
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if odd := sorted(expected.keys() ^ found.keys()):
+            return f"{at} has {'no' if odd[0] in expected else 'an unknown'} {odd[0]}"
+        return _first(difference(found[key], expected[key], f"{at}.{key}") for key in expected)
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = enumerate(zip(found, expected, strict=True))
+        return _first(difference(*pair, f"{at}[{index}]") for index, pair in pairs)
+    if Number(-math.inf, math.inf).fits(expected) and Number(-math.inf, math.inf).fits(found):
+        same = math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12)  # type: ignore[arg-type]
+    else:
+        same = type(found) is type(expected) and found == expected
+    return None if same else f"{at} is {reprlib.repr(found)}; expected: {reprlib.repr(expected)}"
 
 
 def _first(faults: Iterable[str | None]) -> str | None:

@@ -292,7 +292,14 @@ def latency(policy: CachePolicy) -> dict[str, Any]:
         },
         "attention_ms": [0.1, 0.1, 0.2],
         "noise_floor": {"value": 1.0, "low": 0.98, "high": 1.02},
-        "capacity": {"budget_bytes": 2**30, "reference_sequences": 10, "sequences": 28, "predicted_sequences": 28},
+        "peers": {"static": {"value": 1.1, "low": 1.0, "high": 1.2}, "hqq": "hqq is not installed"},
+        "capacity": {"budget_bytes": 2**30, "context": workload.context, "copy_bandwidth": 4e10}
+        | {"reference_sequences": 10, "sequences": 28, "predicted_reference_sequences": 10, "predicted_sequences": 28}
+        | {f"{side}held_bytes": 2**29 for side in ("", "reference_")}
+        | {f"{side}{of}step_ms": 9.0 for side in ("", "reference_") for of in ("", "bandwidth_bound_")},
+        "machine": {"threads": 2, "processors": 2, "backend": "native"}
+        | {"torch": "2.13.0", "transformers": "5.24.0", "python": "3.11.7"}
+        | {"before": {"clock_mhz": 2596, "load": 0.5}, "after": {"clock_mhz": "unavailable", "load": 1.5}},
         "energy": "unavailable",
         "unavailable": ["energy: no RAPL"],
     }

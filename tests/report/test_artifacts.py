@@ -18,7 +18,7 @@ from kvdrift.ledger import account
 from kvdrift.measure import cells, quantized
 from kvdrift.policy import CachePolicy, LayerPolicy, Quantizer
 from kvdrift.prompts.batches import MODES
-from kvdrift.report import artifacts
+from kvdrift.report import artifacts, shapes
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.strict import Number
 from kvdrift.report.verdict import judge
@@ -65,7 +65,7 @@ def test_an_impossible_figure_is_refused_wherever_it_stands(artifact: str, value
 
 @pytest.mark.parametrize("artifact", TEXTS)
 def test_a_key_that_an_object_lost_is_missed(artifact: str, sound: Evidence) -> None:
-    wanted = {"packing": artifacts.PACKING, "latency": artifacts.LATENCY, "drill": artifacts.DRILL}[artifact]
+    wanted = {"packing": shapes.PACKING, "latency": shapes.LATENCY, "drill": shapes.DRILL}[artifact]
     for key in wanted:
         content = {name: value for name, value in getattr(sound, artifact).items() if name != key}
         assert artifacts.CHECKS[artifact](content, sound) == f"{artifact} has no {key}"
@@ -112,7 +112,7 @@ def test_a_figure_out_of_its_range_is_refused_in_every_column(
 ) -> None:
     table, first = getattr(sound, artifact), pl.int_range(pl.len()) == 0
     assert artifacts.CHECKS[artifact](table, sound) is None
-    for name, column in getattr(artifacts, artifact.upper()).items():
+    for name, column in getattr(shapes, artifact.upper()).items():
         if isinstance(column, Number) and not (value is None and column.or_null):
             new = pl.when(first).then(pl.lit(value, pl.Float64)).otherwise(pl.col(name))
             assert name in artifacts.CHECKS[artifact](table.with_columns(new.alias(name)), sound)
@@ -132,7 +132,7 @@ def test_so_is_one_in_a_list(name: str, value: Any, sound: Evidence) -> None:
 
 @pytest.mark.parametrize("artifact", TABLES)
 def test_a_column_that_is_missing_is_named(artifact: str, sound: Evidence) -> None:
-    for name in getattr(artifacts, artifact.upper()):
+    for name in getattr(shapes, artifact.upper()):
         table = getattr(sound, artifact).drop(name)
         assert artifacts.CHECKS[artifact](table, sound) == f"it has no column {name}"
 

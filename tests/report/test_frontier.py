@@ -1,16 +1,18 @@
 """What ships, and from where it pays. `python -m pytest tests/report/test_frontier.py`"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import EXACT, SHAPE, kivi
+from made_up import EXACT, LIMITS, SHAPE, Run, kivi
 
 from kvdrift.config import ConfigError
 from kvdrift.ledger import account
 from kvdrift.report.frontier import NEVER, BreakEven, activation, bound, break_even, brief, longest, read_verdict
-from kvdrift.report.maps import LAYERS
+from kvdrift.report.strict import difference
+from kvdrift.report.verdict import judge
 
 KIVI4 = kivi("kivi4", 4)
 
@@ -81,29 +83,51 @@ def test_the_longest_length_is_one_that_was_held() -> None:
     assert longest(None) == longest({"memory": []}) == 0
 
 
-VERDICT = {"policy": "kivi4", "layers": [dict.fromkeys(LAYERS, 0)]}
+def test_a_verdict_is_read_as_its_evidence_gives_it(healthy: Run, tmp_path: Path) -> None:
+    judged = judge(healthy.evidence("kivi4"), LIMITS)
+    path = tmp_path / "kivi4.json"
+    path.write_text(json.dumps(judged))
+    assert read_verdict(path, judged) == json.loads(path.read_text())
+    path.write_text(json.dumps(judged | {"logits": judged["logits"] | {"kl": judged["logits"]["kl"] * (1 + 1e-9)}}))
+    assert read_verdict(path, judged)["decision"] == "accept"  # summed on another machine
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         (None, "No such file"),
+        ("", "Expecting value"),
         ("{", "Expecting property name"),
-        (VERDICT | {"policy": "int4"}, "it is of policy 'int4'"),
-        ({"policy": "kivi4"}, "layers"),
-        (VERDICT | {"layers": []}, "it has no layers"),
-        (VERDICT | {"layers": [{"layer": 0}]}, "key_bits is missing in a layer"),
-        (VERDICT | {"layers": [dict.fromkeys(LAYERS)]}, "layer is missing in a layer"),
+        ("[" * 10**5, "nested too deeply"),
+        ("[]", "verdict is []; expected: {"),
+        ("null", "verdict is None; expected: {"),
     ],
 )
-def test_a_verdict_that_can_not_be_used_is_told_in_a_line(content: Any, why: str, tmp_path: Path) -> None:
+def test_a_verdict_that_can_not_be_read_is_told_in_a_line(content: str | None, why: str, tmp_path: Path) -> None:
     path = tmp_path / "kivi4.json"
     if content is not None:
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        path.write_text(content)
     with pytest.raises(ConfigError) as error:
-        read_verdict(path)
-    (line,) = error.value.args
+        read_verdict(path, {"gates": [{"detail": ""}]})
+    (line,) = map(str, error.value.args)
+    assert line.startswith(f"{path} can't be used: ")
     assert why in line
     assert line.endswith("run `dvc repro -f -s verdict@kivi4`")
-    path.write_text(json.dumps(VERDICT))
-    assert read_verdict(path) == VERDICT
+
+
+def test_no_field_of_a_verdict_is_believed(healthy: Run) -> None:
+    """Every key lost, and every value replaced, wherever it stands; one item of each list stands for all."""
+    judged = judge(healthy.evidence("kivi4"), LIMITS)
+
+    def everywhere(value: Any, at: str, put: Callable[[Any], Any]) -> None:
+        for other in ("another", None):
+            if other is not value:
+                assert (difference(put(other), judged, "verdict") or "").startswith(f"{at} is "), (at, other)
+        for key in value if isinstance(value, dict) else ():
+            rest = {k: v for k, v in value.items() if k != key}
+            assert difference(put(rest), judged, "verdict") == f"{at} has no {key}"
+            everywhere(value[key], f"{at}.{key}", lambda new, key=key: put(value | {key: new}))
+        if isinstance(value, list) and value:
+            everywhere(value[0], f"{at}[0]", lambda new: put([new, *value[1:]]))
+
+    everywhere(judged, "verdict", lambda new: new)

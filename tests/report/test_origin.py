@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvdrift.config import ConfigError
 from kvdrift.report.origin import commit, hashed, revision, weight_hashes
 
 
@@ -80,5 +81,5 @@ def test_a_hash_follows_contents_and_names_but_no_cache(tmp_path: Path) -> None:
         (folder / "b.py").rename(folder / "c.py")
         assert hashed("code", [folder]).sha256 != first.sha256
         assert hashed("one", [folder / "c.py"]).sha256 == hashlib.sha256(b"b").hexdigest()
-        with pytest.raises(FileNotFoundError, match=r"conf/frontier\.yaml"):
+        with pytest.raises(ConfigError, match=r"conf/frontier\.yaml"):
             hashed("code", [Path("nowhere")])
