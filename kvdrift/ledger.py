@@ -100,7 +100,7 @@ class Ledger:
     exact_room: int = 0
     """Slots of the exact buffer that hold no token now, so that the next block can gather."""
     rollback: int = 0
-    """Exact shadow of each sequence's newest block."""
+    """Exact shadow of each sequence's newest block, and of all its blocks within `rollback` tokens of `min_length`."""
     tables: int = 0
     free_pages: int = 0
     """Pages reserved and not in use (allocator rounding)."""
@@ -138,7 +138,8 @@ def account(policy: CachePolicy, shape: CacheShape, tokens: int, batch: int) -> 
         exact = tokens - blocks * policy.block
         sums["exact_tokens"] += exact * shape.token_bytes
         sums["exact_room"] += (policy.exact_tokens + policy.block - exact) * shape.token_bytes
-        sums["rollback"] += (policy.block if policy.rollback else 0) * shape.token_bytes
+        shadows = blocks + 1 if tokens < policy.min_length + policy.rollback else 1
+        sums["rollback"] += (shadows * policy.block if policy.rollback else 0) * shape.token_bytes
         sums["tables"] += blocks * TABLE_BYTES_PER_BLOCK + TABLE_BYTES_PER_SEQUENCE
     scaled = {name: size * batch for name, size in sums.items()}
     return Ledger(reference=shape.layers * shape.token_bytes * tokens * batch, **scaled)

@@ -154,7 +154,7 @@ class PackedLayer(CacheLayerMixin):
             return {"exact": self.dense, "rollback": [], "tables": real}
         held = self.sequences
         tables = [held.tables.both, held.exact_lengths, *real]
-        return {"exact": [held.buffer], "rollback": [held.shadow], "tables": tables}
+        return {"exact": [held.buffer], "rollback": held.rollback, "tables": tables}
 
     # -- taking tokens in ------------------------------------------------------------------------------------------
 
@@ -212,8 +212,9 @@ class PackedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest |tokens_to_remove| columns of every sequence.
 
-        Tokens of the newest block come back exact from its shadow; a deeper cut leaves a short block (its segment says
-        how many tokens are valid), never requantized. A cut to below `min_length` doesn't unpack what it leaves.
+        Whatever lies within `rollback` tokens of the greatest length so far comes back as it was, also below
+        `min_length`, where nothing is packed. A deeper cut, and cuts that add up to one, leave a short block (its
+        segment says how many tokens are valid), never requantized.
         Raises ValueError when more is cut than there is.
         """
         if tokens_to_remove > 0:

@@ -159,7 +159,7 @@ class PackedCache(Cache):
 
     def storage_bytes(self) -> int:
         """Bytes of every distinct storage held, read off the storages themselves."""
-        tensors: list[Tensor] = [pool.arena for pool in self.pages.pools.values()]
+        tensors: list[Tensor] = [pool.arena for pool in self.pages.pools]
         for layer in self.layers:
             if isinstance(layer, PackedLayer):
                 tensors += [t for group in layer.storages().values() for t in group]

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-GROWTH = 8
-"""An arena that may grow does so by at least an eighth."""
+GROWTH = 64
+"""An arena that may grow does so by at least a sixty-fourth: a page added costs a copy of at most as many."""
 
 
 class PoolExhausted(MemoryError):

@@ -48,6 +48,8 @@ class Sequences:
         """How many of them come before the tail, once the sinks are there."""
         self.shadowed = [False] * batch
         """Whether a sequence's newest segment can be put back from its shadow."""
+        self.early: list[list[Float[Tensor, "2 kv_heads block head_dim"]]] = [[] for _ in range(batch)]
+        """All blocks of a sequence, exact, as long as a rollback may lead to below `min_length`."""
         self._write_tables()
 
     # -- lengths ---------------------------------------------------------------------------------------------------
@@ -108,9 +110,11 @@ class Sequences:
         kept += [(aged_keys[i], aged_values[i]) for i, held in enumerate(self.segments[s]) if held.page == HELD]
         self.held[s] = sinks + block * (len(kept) - 1)
         kept.append((keys[:, end:], values[:, end:]))
+        self.exact[s] = sum(part.shape[1] for part, _ in kept)
         if len(aged_keys):
             self._keep_shadow(s, torch.stack([aged_keys[-1], aged_values[-1]]))
-        self.exact[s] = sum(part.shape[1] for part, _ in kept)
+        if self._is_early(s):
+            self.early[s] = [torch.stack(pair) for pair in zip(aged_keys, aged_values, strict=True)]
         self._make_room(max(self.exact[s], self.held[s] + self.policy.residual_window + block))
         for buffer, parts in zip((self.keys, self.values), zip(*kept, strict=True), strict=True):
             buffer[s, :, : self.exact[s]] = torch.cat(parts, dim=1)
@@ -135,6 +139,8 @@ class Sequences:
                 self.exact_lengths[s] += new
         for s in rows:
             self.exact[s] += new
+            if self.early[s] and not self._is_early(s):
+                self.early[s] = []
 
     def seal_due(self) -> None:
         """Seal the oldest due block of every sequence that has one, until none has."""
@@ -143,8 +149,10 @@ class Sequences:
             oldest = self._oldest(due)
             packed = {}
             for i, (s, segment) in enumerate(zip(due, self._seal(due, *oldest.unbind()), strict=True)):
-                self.segments[s].append(segment)
                 self._keep_shadow(s, oldest[:, i])
+                if self._is_early(s) and len(self.early[s]) == len(self.segments[s]):
+                    self.early[s].append(oldest[:, i].clone())
+                self.segments[s].append(segment)
                 if segment.page == HELD:
                     self.held[s] += block
                     self._make_room(self.held[s] + self.policy.residual_window + block)
@@ -172,6 +180,12 @@ class Sequences:
 
     # -- cutting, reordering ---------------------------------------------------------------------------------------
 
+    @property
+    def rollback(self) -> list[Tensor]:
+        """The exact tokens of aged blocks; sequences that were one may share theirs."""
+        early = {id(block): block for own in self.early for block in own}
+        return [self.shadow, *early.values()]
+
     def crop(self, cuts: Sequence[int]) -> None:
         """Drop the newest `cuts[s]` real tokens of each sequence s."""
         for s, cut in enumerate(cuts):
@@ -180,13 +194,15 @@ class Sequences:
         self._write_tables()
 
     def _crop_row(self, s: int, cut: int) -> None:
+        if self.early[s] and self.length(s) - cut < self.policy.min_length:
+            self._reopen_all(s)
         cut -= self._cut_tail(s, cut)
         segments, tail = self.segments[s], self.exact[s] - self.held[s]
         if segments and tail - cut < self.policy.residual_window:  # the shorter sequence would not have sealed it yet
             self._reopen_newest(s)
             cut -= self._cut_tail(s, cut)
         while cut and segments:  # deeper than what is kept exact: what is left of a block stays as it was packed
-            segment, self.shadowed[s] = segments.pop(), False
+            segment, self.shadowed[s], self.early[s] = segments.pop(), False, []
             if segment.page == HELD:
                 self.held[s] -= segment.tokens
                 cut -= self._cut_tail(s, cut)
@@ -209,23 +225,35 @@ class Sequences:
         newest = self.segments[s][-1]
         if newest.page == HELD:
             self.held[s] -= newest.tokens
-        elif self.shadowed[s]:
+        elif self.early[s] or self.shadowed[s]:
             start, stop = self.held[s], self.held[s] + newest.tokens
             self._make_room(self.exact[s] + newest.tokens)
             self._move(s, start, stop)
-            self.buffer[:, s, :, start:stop] = self.shadow[:, s]
+            self.buffer[:, s, :, start:stop] = self.early[s][-1] if self.early[s] else self.shadow[:, s]
             self.pool.release([newest.page])
         else:
             return
         self.segments[s].pop()
+        self.early[s] = self.early[s][:-1]
         self.shadowed[s] = False
+
+    def _reopen_all(self, s: int) -> None:
+        """Make every block part of the tail again, of a sequence whose blocks are all still there, exact."""
+        sinks, buffer = self.policy.sink_tokens, self.buffer[:, s, :, : self.exact[s]]
+        parts = [buffer[:, :, :sinks], *self.early[s], buffer[:, :, self.held[s] :]]
+        exact = torch.cat(parts, dim=2)
+        self.pool.release(_pages([self.segments[s]]))
+        self.exact[s], self.held[s], self.shadowed[s] = exact.shape[2], sinks, False
+        self.segments[s], self.early[s] = [], []
+        self._make_room(exact.shape[2])
+        self.buffer[:, s, :, : exact.shape[2]] = exact
 
     def select(self, order: Int[Tensor, "kept"]) -> None:
         """Keep these sequences, in this order; a sequence named twice shares its pages by reference count."""
         kept = order.tolist()
         old = self.segments
         self.ranges = None if self.ranges is None else [self.ranges[i] for i in kept]
-        self.segments = [list(old[i]) for i in kept]
+        self.segments, self.early = [list(old[i]) for i in kept], [list(self.early[i]) for i in kept]
         self.pool.share(_pages(self.segments))
         self.pool.release(_pages(old))
         self.exact, self.held, self.shadowed = ([x[i] for i in kept] for x in (self.exact, self.held, self.shadowed))
@@ -237,7 +265,7 @@ class Sequences:
     def release(self) -> None:
         """Give all pages back."""
         self.pool.release(_pages(self.segments))
-        self.segments = [[] for _ in self.segments]
+        self.segments, self.early = [[] for _ in self.segments], [[] for _ in self.segments]
 
     def to_dense(self, real: Bool[Tensor, "batch seen"]) -> tuple[Tensor, Tensor]:
         """Keys and values as columns again, zero where `real` says pad, of sequences that have no segment."""
@@ -281,6 +309,10 @@ class Sequences:
         if self.policy.rollback:
             self.shadow[:, s] = newest
             self.shadowed[s] = True
+
+    def _is_early(self, s: int) -> bool:
+        """Whether a rollback may lead to below `min_length`, where none of a sequence's blocks is packed."""
+        return self.length(s) < self.policy.min_length + self.policy.rollback
 
     def _seal(self, sequences: Sequence[int], keys: Tensor, values: Tensor) -> list[Segment]:
         """The next segment of each named sequence; one that is named n times gets n in a row."""

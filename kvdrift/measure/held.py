@@ -35,7 +35,7 @@ def reconcile(stored: Stored, policy: CachePolicy, shape: CacheShape) -> dict[st
         sequences.fill([(keys[0], values[0])])
         escalated += sum(segment.page < 0 for segment in sequences.segments[0])
         tables = [sequences.tables.both, sequences.exact_lengths]
-        held += [pool.arena, sequences.buffer, sequences.shadow, *tables]
+        held += [pool.arena, sequences.buffer, *sequences.rollback, *tables]
     held_bytes = sum(t.untyped_storage().nbytes() for t in held)
     exact_bytes = escalated * policy.block * shape.token_bytes
     return counted.to_dict() | {

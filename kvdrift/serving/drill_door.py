@@ -116,11 +116,17 @@ def memory_pressure(subject: Subject) -> str:
     if smaller is None:
         return f"packing saves bytes at no length up to {LONG:,} tokens; {refused}"
     packed = replace(patient, min_length=smaller)
-    need = account(packed, shape, smaller, 1).format_bytes
-    for length in (smaller - 1, smaller):
-        found = route(Request("pressed", length - 1, 1), ladder, shape, Memory(need, prefer_packed=True))
-        require(found.policy == packed, f"{length} tokens within {need} B went to {found}")
-    return f"packs from {smaller:,} tokens on, where that holds fewer bytes than exact ones do; {refused}"
+    first = smaller + patient.rollback  # until then it would hold its blocks exact as well
+    need = account(packed, shape, first, 1).format_bytes
+    found = route(Request("pressed", first, 0), ladder, shape, Memory(need, prefer_packed=True))
+    require(found.policy == packed, f"{first} tokens within {need} B went to {found}")
+    exact = (smaller - 1) * shape.token_bytes * shape.layers
+    found = route(Request("short", smaller - 1, 0), ladder, shape, Memory(exact, prefer_packed=True))
+    require(
+        found.policy is not None and account(found.policy, shape, smaller - 1, 1).format_bytes == exact,
+        f"{smaller - 1} tokens within {exact} B went to {found}",
+    )
+    return f"a prompt is packed from {first:,} tokens on, where that holds fewer bytes than exact ones do; {refused}"
 
 
 def shortening(subject: Subject) -> str:

@@ -103,19 +103,22 @@ def _fewest_bits(policy: CachePolicy) -> int:
 
 
 def _pressed(request: Request, policy: CachePolicy, shape: CacheShape) -> CachePolicy:
-    """This policy under memory pressure: it packs from its byte break-even on, since a shorter cache would grow."""
+    """This policy under memory pressure: it packs from its byte break-even on, since a shorter cache would grow, and
+    only if the request then never holds more than an exact cache would in the end."""
     if policy.is_exact:
         return policy
     length = request.prompt_tokens + request.new_tokens
     smaller = byte_break_even(policy, shape, policy.max_length or length)
-    return replace(policy, min_length=length + 1 if smaller is None else smaller)
+    packs, never = (replace(policy, min_length=least) for least in (smaller or 0, length + 1))
+    most, exact = (_need(x, shape, request.prompt_tokens, request.new_tokens) for x in (packs, never))
+    return never if smaller is None or most > exact else packs
 
 
 def _need(policy: CachePolicy, shape: CacheShape, prompt: int, new: int) -> int:
-    """The most bytes that a sequence holds from its prompt to its last token: it may grow exact before it packs."""
-    lengths = {prompt + new}
-    if prompt < policy.min_length <= prompt + new:
-        lengths.add(policy.min_length - 1)
+    """The most bytes that a sequence holds from its prompt to its last token: it may grow exact before it packs, and
+    holds both until a rollback can't lead back to there."""
+    turns = (policy.min_length - 1, policy.min_length + policy.rollback - 1)
+    lengths = [prompt + new, *(turn for turn in turns if prompt <= turn <= prompt + new)]
     return max(account(policy, shape, length, 1).format_bytes for length in lengths)
 
 
@@ -125,9 +128,10 @@ def _longest(policy: CachePolicy, shape: CacheShape, request: Request, free_byte
     def too_much(prompt: int) -> bool:
         return _need(policy, shape, prompt, request.new_tokens) > free_bytes
 
-    packs = max(1, policy.min_length)
-    for first, stop in ((packs, request.prompt_tokens), (1, min(packs, request.prompt_tokens))):
-        fitting = bisect_left(range(first, stop), True, key=too_much)  # bytes grow with the prompt on either side
+    packs, end = max(1, policy.min_length), request.prompt_tokens
+    for first, stop in ((packs + policy.rollback, end), (packs, packs + policy.rollback), (1, packs)):
+        spans = range(first, min(stop, end))  # within each of them bytes grow with the prompt
+        fitting = bisect_left(spans, True, key=too_much)
         if fitting:
             return first + fitting - 1
     return 0

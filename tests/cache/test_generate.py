@@ -246,9 +246,10 @@ def test_exhaustion_gives_a_sliding_window_layer_its_tokens_back() -> None:
 
 
 def test_one_cache_lives_on_one_device() -> None:
-    cache = PackedCache(policy(), config(layers=2))
+    """Where its pages are reserved, for its layers share them; pools that grow are each on its own layer's."""
+    cache = PackedCache(policy(), config(layers=2), batch=1, max_tokens=64)
     cache.pages.pool(0, torch.device("cpu"))
-    with pytest.raises(ValueError, match="layer 1 is on meta and the pages are on cpu; use one device"):
+    with pytest.raises(ValueError, match="layer 1 is on meta and its pages are on cpu; use one device"):
         cache.pages.pool(1, torch.device("meta"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream import Stream, decoded, oracle, packed_until, policy, stream, tokens
+
+from kvdrift.ledger import account
 
 
 def state(fed: Stream) -> dict[str, Any]:
@@ -31,10 +34,15 @@ def _bytes(x: torch.Tensor) -> bytes:
     return x.contiguous().numpy().tobytes()
 
 
-@pytest.mark.parametrize(("window", "spoiled"), [(0, False), (16, False), (16, True)])
-def test_case_7_rollback_restores_bytes_length_and_outputs_at_every_length(window: int, spoiled: bool) -> None:
-    """Case 7: ask, roll back, ask again; also where a block was sealed in between, or held exact."""
-    made = policy(sink_tokens=16, residual_window=window, rollback=16)
+@pytest.mark.parametrize(
+    ("window", "spoiled", "least"), [(0, False, 0), (16, False, 0), (16, True, 0), (0, False, 101), (16, True, 90)]
+)
+def test_case_7_rollback_restores_bytes_length_and_outputs_at_every_length(
+    window: int, spoiled: bool, least: int
+) -> None:
+    """Case 7: ask, roll back, ask again; also where a block was sealed in between, or held exact, or where packing
+    began at `min_length`; and in several cuts."""
+    made = replace(policy(sink_tokens=16, residual_window=window, rollback=16), min_length=least)
     everything = tokens(140)
     if spoiled:
         everything.k[0, :, 60] = float("inf")
@@ -49,9 +57,47 @@ def test_case_7_rollback_restores_bytes_length_and_outputs_at_every_length(windo
             assert state(fed) == before
         again = fed.feed(everything.span(length, length + depth))
         assert _bytes(again) == _bytes(first)
-        fed.crop(depth)
+        for cut in (4, 4, 8):
+            fed.crop(cut)
+        assert state(fed) == before
         fed.feed(everything.span(length, length + 1))
     assert fed.layer.pool.used == len([x for x in fed.layer.segments[0] if x.page >= 0])
+
+
+def test_rollback_to_below_min_length_restores_each_sequence_of_a_batch_and_its_beams() -> None:
+    """Two sequences, one of them padded: only the other has begun to pack, then both; the ledger bills what is kept."""
+    made, everything = replace(policy(residual_window=0, rollback=16), min_length=100), tokens(130, batch=2)
+    fed = stream(made)
+    pads = torch.zeros(2, 96, dtype=torch.bool)
+    pads[1, :9] = True
+    everything.k[1, :, :9], everything.v[1, :, :9] = 0, 0  # a pad's content isn't kept
+    fed.feed(everything.span(0, 96), pads)
+    for length in range(96, 114):
+        before = state(fed)
+        fed.feed(everything.span(length, length + 16))
+        fed.layer.reorder_cache(torch.tensor([0, 1, 1]))
+        assert fed.cache.ledger().format_bytes == fed.cache.storage_bytes()
+        fed.layer.reorder_cache(torch.tensor([0, 2]))
+        fed.crop(16)
+        assert state(fed) == before
+        fed.feed(everything.span(length, length + 1))
+    assert fed.layer.pool.used == sum(len(row) for row in fed.layer.segments) == 6
+
+
+@pytest.mark.parametrize("rollback", [0, 16])
+def test_the_ledger_is_what_is_held_at_every_length_around_min_length(rollback: int) -> None:
+    made, everything = replace(policy(rollback=rollback), min_length=100), tokens(130)
+    streamed = stream(made)
+    streamed.feed(everything.span(0, 97))
+    for length in range(97, 130):
+        filled = stream(made)
+        filled.cache.load([everything.k[:, :, :length]], [everything.v[:, :, :length]])
+        expected = account(made, filled.cache.shape, length, 1)
+        for fed in (filled, streamed):
+            live = fed.cache.ledger()
+            assert live.format_bytes == fed.cache.storage_bytes()
+            assert (live.rollback, live.codes) == (expected.rollback, expected.codes)
+        streamed.feed(everything.span(length, length + 1))
 
 
 @settings(max_examples=40)
@@ -97,7 +143,7 @@ def test_a_cut_of_any_depth_keeps_the_remaining_tokens_and_frees_the_pages(
             assert layer.pool.used == len([x for x in layer.segments[0] if x.page >= 0])
         else:
             assert torch.equal(layer.keys, everything.k[:, :, :left])
-            assert next(iter(fed.cache.pages.pools.values())).used == 0
+            assert fed.layer.pool.used == 0
     fed.feed(everything.span(left, left + 70))
     assert fed.layer.length(0) == left + 70
     if fed.layer.packed:

@@ -75,13 +75,35 @@ def test_under_pressure_no_request_holds_more_than_exact(policy: CachePolicy, li
 
 
 def test_memory_counts_what_is_held_before_a_sequence_packs() -> None:
+    """Exact to 999 tokens, then both until a rollback of 16 can't lead back there, then packed."""
     late = replace(INT8, min_length=1000)
-    dense = account(late, SHAPE, 999, 1).format_bytes
-    packed = account(late, SHAPE, 1016, 1).format_bytes
-    assert packed < dense
-    assert route(Request("grows", 900, 116), (late,), SHAPE, Memory(dense - 1)).policy is None
-    assert route(Request("grows", 900, 116), (late,), SHAPE, Memory(dense)).policy == late
-    assert route(Request("packs at once", 1000, 16), (late,), SHAPE, Memory(packed)).policy == late
+    dense, both, packed = (account(late, SHAPE, length, 1).format_bytes for length in (999, 1015, 1016))
+    assert packed < dense < both
+    for request, need in (
+        (Request("grows", 900, 116), both),
+        (Request("packs at once", 1000, 16), both),
+        (Request("is packed at once", 1016, 16), account(late, SHAPE, 1032, 1).format_bytes),
+        (Request("stays exact", 900, 99), dense),
+    ):
+        assert route(request, (late,), SHAPE, Memory(need - 1)).policy is None
+        assert route(request, (late,), SHAPE, Memory(need)).policy == late
+    hasty = replace(late, rollback=0)
+    assert route(Request("grows", 900, 116), (hasty,), SHAPE, Memory(dense)).policy == hasty
+
+
+def test_under_pressure_a_request_that_holds_both_for_a_while_is_packed_only_if_exact_ends_up_larger() -> None:
+    smaller = byte_break_even(INT8, SHAPE, 4096)
+    assert smaller is not None
+    pressed = replace(PLENTY, prefer_packed=True)
+
+    def least(request: Request) -> int:
+        served = route(request, (INT8,), SHAPE, pressed).policy
+        assert served is not None
+        return served.min_length
+
+    assert least(Request("packs at once", smaller + INT8.rollback, 0)) == smaller
+    assert least(Request("holds both", smaller, 16)) > smaller + 16
+    assert least(Request("holds both, and grows", smaller, 4 * smaller)) == smaller
 
 
 @pytest.mark.parametrize("least", [0, 1000])
