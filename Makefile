@@ -11,7 +11,7 @@ select = $(if $(PROFILE),-S 'profile=$(PROFILE)' -S 'corpus=$(PROFILE)' -S 'gate
   $(if $(POLICIES),-S 'policies=[$(POLICIES)]') \
   $(if $(MODEL),$(if $(findstring /,$(MODEL)),-S model=hub -S 'conf/model/hub.yaml:id=$(MODEL)',-S 'model=$(MODEL)'))
 
-.PHONY: evidence test test-slow lint nvrtc-all venv
+.PHONY: evidence test test-slow lint pairwise nvrtc-all venv
 
 # dvc exp run wants to know who runs it, even on a machine that never told git.
 evidence: export GIT_AUTHOR_NAME ?= kvdrift
@@ -31,7 +31,11 @@ lint: $(STAMP)
 	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
 
-# Compiles every CUDA kernel for the architectures we ship, without a GPU.
+# Every pair of choices of the CUDA kernels, without a GPU: run on the host, compiled for each architecture we ship.
+pairwise: $(STAMP)
+	$(VENV) -m pytest -n 2 -m pairwise tests/cuda_on_host
+
+# Compiles every three choices.
 nvrtc-all: $(STAMP)
 	$(VENV) tests/cuda_on_host/nvrtc_all.py
 

@@ -1,13 +1,10 @@
-"""Instantiations of the CUDA kernels that cover every pair of choices, and what each must hold. Shared by the run on
-the host, by the compilation with NVRTC, and by tests/gpu."""
+"""An instantiation of the CUDA kernels, and what it must hold. Shared by the run on the host, by the compilation with
+NVRTC, and by tests/gpu."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from itertools import combinations, product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +14,23 @@ from kvdrift.layout import HEADER_BYTES, BlockLayout, block_layout
 from kvdrift.policy import LayerPolicy, Quantizer
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-KEYS = ("channel2", "channel4", "channel8", "token2", "token4", "token8", "fp8", "exact")
-VALUES = ("token2", "token4", "token8", "fp8", "exact")
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "key": KEYS,
-    "head_dim": (64, 80, 96, 112, 128, 256),
-    "share": (1, 3, 4, 6, 7, 8),
-    "value": VALUES,
-    "block": (32, 64, 128),
-    "dtype": tuple(DTYPES),
-    "group": (0, 32, 16, 8),
-    "scale": ("float16", "float32"),
-}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`group` 0 is a whole row (a block for channel-major keys); others apply where they divide the row."""
+    """One instantiation, and the query tokens that are asked of it at once; a group of 0 is a whole row (a block for
+    channel-major keys). `covering` has the choices."""
 
     key: str
-    head_dim: int
-    share: int
+    key_group: int
     value: str
+    value_group: int
+    head_dim: int
     block: int
+    share: int
     dtype: str
-    group: int
     scale: str
+    queries: int = 1
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
@@ -51,41 +39,18 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def quantizer(self, kind: str) -> Quantizer | None:
+    def quantizer(self, kind: str, group: int) -> Quantizer | None:
         if kind == "exact":
             return None
-        if kind.startswith("channel"):
-            return Quantizer("uniform", int(kind[-1]), "channel", self.group or self.block, self.scale)
-        group = self.group if self.group and self.head_dim % self.group == 0 else 0
         if kind == "fp8":
             return Quantizer("fp8_e4m3", 8, "token", group, self.scale)
+        if kind.startswith("channel"):
+            return Quantizer("uniform", int(kind[-1]), "channel", group or self.block, self.scale)
         return Quantizer("uniform", int(kind[-1]), "token", group, self.scale)
 
     def layout(self, kv_heads: int = 2) -> BlockLayout:
-        layer = LayerPolicy(self.quantizer(self.key), self.quantizer(self.value))
+        layer = LayerPolicy(self.quantizer(self.key, self.key_group), self.quantizer(self.value, self.value_group))
         return block_layout(layer, self.block, kv_heads, self.head_dim, self.torch_dtype.itemsize)
-
-
-def _pairs(chosen: dict[str, Any]) -> set[tuple[Any, ...]]:
-    return set(combinations([(name, chosen[name]) for name in CHOICES if name in chosen], 2))
-
-
-@lru_cache(maxsize=1)
-def pairwise() -> tuple[Case, ...]:
-    """Cases that hold every pair of choices, greedily: the first ones cover the most pairs."""
-    left = {((a, x), (b, y)) for a, b in combinations(CHOICES, 2) for x, y in product(CHOICES[a], CHOICES[b])}
-    cases: list[Case] = []
-    while left:
-        chosen = dict(min(left, key=str))
-        for name, values in CHOICES.items():
-            if name not in chosen:
-                start = len(cases) % len(values)  # so that ties don't always fall on the first value
-                candidates = [chosen | {name: value} for value in values[start:] + values[:start]]
-                gains = [len(_pairs(candidate) & left) for candidate in candidates]
-                chosen = candidates[gains.index(max(gains))]
-        cases.append(Case(**chosen))
-        left -= _pairs(chosen)
-    return tuple(cases)
 
 
 def awkward_blocks(case: Case, kv_heads: int, seed: int = 0) -> Tensor:
@@ -149,13 +114,12 @@ def check_pages(case: Case, device: str, arrange: Callable[[Tensor], Tensor] = l
 def check_attention(
     case: Case,
     device: str,
-    queries: int = 2,
     blocks: int = 3,
     capacity: int = 40,
     arrange: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
     """decode_attention against float64 over the decoded values: short and absent blocks, ragged exact tails."""
-    kv_heads, sequences, dtype = 2, 2, case.torch_dtype
+    kv_heads, sequences, queries, dtype = 2, 2, case.queries, case.torch_dtype
     layout = case.layout(kv_heads)
     generator = torch.Generator().manual_seed(3)
 

@@ -15,9 +15,9 @@ from kvdrift.kernels import cuda, definition
 from kvdrift.layout import BlockLayout
 
 CASES = (
-    Case("channel4", 64, 3, "token4", 64, "float32", 32, "float16"),  # both operands of a product split in two
-    Case("token8", 128, 4, "fp8", 32, "float16", 0, "float32"),
-    Case("exact", 80, 1, "exact", 64, "bfloat16", 0, "float16"),  # a lane's last column lies beyond the row
+    Case("channel4", 32, "token4", 32, 64, 64, 3, "float32", "float16"),  # both operands of a product split in two
+    Case("token8", 0, "fp8", 0, 128, 32, 4, "float16", "float32"),
+    Case("exact", 0, "exact", 0, 80, 64, 1, "bfloat16", "float16"),  # a lane's last column lies beyond the row
 )
 BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 ROOM = 7  # how many times the longest tail the buffer holds, so that some splits find no token
