@@ -39,10 +39,16 @@ def disagreements(
 
 
 def _cohorts(stages: Mapping[str, Any], files: Mapping[str, str], spec: CorpusSpec) -> Iterator[str]:
-    """Cohorts that stages name are in the corpus, and those whose answers are gated have answers."""
+    """Cohorts that stages name are in the corpus and long enough, and those whose answers are gated have answers."""
     there = [*spec.cohorts, GRID]
-    for stage, key in (("sensitivity", "cohorts"), ("search", "cohorts"), ("logits", "probes")):
-        named = getattr(stages[stage], key) if stage in stages else []
+    for stage, key, counted in (
+        ("sensitivity", "cohorts", "steps"),
+        ("search", "cohorts", "steps"),
+        ("logits", "probes", "probe_steps"),
+    ):
+        if stage not in stages:
+            continue
+        named, steps = getattr(stages[stage], key), getattr(stages[stage], counted)
         for cohort in sorted({cohort for cohort in named if named.count(cohort) > 1}):
             yield f"conf/{stage}.yaml: {key} names {cohort!r} twice; remove one."
         for cohort in named:
@@ -50,6 +56,13 @@ def _cohorts(stages: Mapping[str, Any], files: Mapping[str, str], spec: CorpusSp
                 yield (
                     f"conf/{stage}.yaml: {key} names {cohort!r}, which {files['corpus']} has not; "
                     f"allowed: {', '.join(there)}."
+                )
+                continue
+            scored = (spec.needle_grid if cohort == GRID else spec.cohorts[cohort]).continuation - 1
+            if steps > scored:
+                yield (
+                    f"conf/{stage}.yaml: {counted} is {steps}; allowed: at most {scored}, which {files['corpus']} "
+                    f"scores of {cohort}. Lower it, or lengthen that continuation."
                 )
     gates = stages["verdict"].gates if "verdict" in stages else None
     answered = [cohort for cohort in there if cohort in CRITICAL or cohort in STRUCTURED or cohort == GRID]

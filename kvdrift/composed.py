@@ -63,10 +63,10 @@ class Problems:
     def note(self, *lines: str) -> None:
         self._lines |= dict.fromkeys(lines)
 
-    def end(self) -> None:
-        """Raises ConfigError with all that was noted."""
+    def end(self, hint: str | None) -> None:
+        """Raises ConfigError with all that was noted, and the hint, if anything was."""
         if self._lines:
-            raise ConfigError(*self._lines)
+            raise ConfigError(*self._lines, *([hint] if hint else []))
 
 
 @dataclass

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -20,12 +21,20 @@ WHOLE_HEAD = 0
 
 
 class PolicyError(ValueError):
-    """A policy that can't be built, or that doesn't fit the model it is bound to."""
+    """A policy that can't be built, or that doesn't fit the model it is bound to: an argument a mistake."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
-def _one_of(what: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise PolicyError(f"{what} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+def _refuse(*faults: str | None) -> None:
+    """Raises PolicyError with all that is wrong, each once."""
+    if found := dict.fromkeys(fault for fault in faults if fault):
+        raise PolicyError(*found)
+
+
+def _one_of(what: str, value: object, allowed: Sequence[object]) -> str | None:
+    return None if value in allowed else f"{what} is {value!r}; allowed: {', '.join(map(str, allowed))}"
 
 
 def _checked(cls: type, raw: object, where: str) -> dict[str, Any]:
@@ -33,20 +42,20 @@ def _checked(cls: type, raw: object, where: str) -> dict[str, Any]:
     types = {field.name: str(field.type) for field in fields(cls)}
     if not isinstance(raw, Mapping):
         raise PolicyError(f"{where} is {raw!r}; pass a mapping with keys from {', '.join(sorted(types))}")
+    faults = []
     for key, value in raw.items():
         if key not in types:
-            raise PolicyError(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(types))}")
-        is_whole = type(value) is int or (value is None and "None" in types[key])
-        if "int" in types[key] and not is_whole:
-            raise PolicyError(f"{where}: {key} is {value!r}; pass a whole number")
-        if types[key] == "str" and not isinstance(value, str):
-            raise PolicyError(f"{where}: {key} is {value!r}; pass a name")
+            faults.append(f"{where} has an unknown key {key!r}; allowed: {', '.join(sorted(types))}")
+        elif "int" in types[key] and not (type(value) is int or (value is None and "None" in types[key])):
+            faults.append(f"{where}: {key} is {value!r}; pass a whole number")
+        elif types[key] == "str" and not isinstance(value, str):
+            faults.append(f"{where}: {key} is {value!r}; pass a name")
+    _refuse(*faults)
     return dict(raw)
 
 
-def _not_negative(what: str, value: int) -> None:
-    if value < 0:
-        raise PolicyError(f"{what} is {value}; it must be 0 or more")
+def _not_negative(what: str, value: int) -> str | None:
+    return f"{what} is {value}; it must be 0 or more" if value < 0 else None
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,18 @@ class Quantizer:
     scale_dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        _one_of("format", self.format, tuple(FORMATS))
-        _one_of(f"bits of {self.format}", self.bits, FORMATS[self.format])
-        _one_of("axis", self.axis, AXES)
-        _one_of("scale_dtype", self.scale_dtype, tuple(SCALE_BYTES))
-        _not_negative("group", self.group)
+        faults = [
+            _one_of("format", self.format, tuple(FORMATS)),
+            _one_of(f"bits of {self.format}", self.bits, FORMATS.get(self.format, (self.bits,))),
+            _one_of("axis", self.axis, AXES),
+            _one_of("scale_dtype", self.scale_dtype, tuple(SCALE_BYTES)),
+            _not_negative("group", self.group),
+        ]
         if self.axis == "channel" and self.group == WHOLE_HEAD:
-            raise PolicyError(f"group is {self.group}; a per-channel quantizer needs the number of tokens it groups")
-        if self.format == "fp8_e4m3" and self.axis != "token":
-            raise PolicyError("fp8_e4m3 has a scale per token and head; set axis: token")
+            faults.append(f"group is {self.group}; a per-channel quantizer needs the number of tokens it groups")
+        if self.axis == "channel" and self.format == "fp8_e4m3":
+            faults.append("fp8_e4m3 has a scale per token and head; set axis: token")
+        _refuse(*faults)
 
     @property
     def has_low(self) -> bool:
@@ -117,34 +129,33 @@ class CachePolicy:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("prefill", self.prefill, PREFILLS)
-        _one_of("block", self.block, (32, 64, 128))
+        faults = [_one_of("prefill", self.prefill, PREFILLS), _one_of("block", self.block, (32, 64, 128))]
         if not self.layers:
-            raise PolicyError(f"policy {self.name!r} has no layers")
-        for name in ("sink_tokens", "residual_window", "rollback", "min_length"):
-            _not_negative(name, getattr(self, name))
-        _not_negative("max_length", self.max_length or 0)
+            faults.append(f"policy {self.name!r} has no layers")
+        faults += [
+            _not_negative(name, getattr(self, name) or 0)
+            for name in ("sink_tokens", "residual_window", "rollback", "min_length", "max_length")
+        ]
         if not self.escalation:
-            raise PolicyError("escalation is []; name where a request goes that this policy may not serve: [exact]")
+            faults.append("escalation is []; name where a request goes that this policy may not serve: [exact]")
         if len(set(self.escalation)) < len(self.escalation):
-            raise PolicyError(f"escalation is {list(self.escalation)}; name each policy once")
+            faults.append(f"escalation is {list(self.escalation)}; name each policy once")
         if self.name in self.escalation and not self.is_exact:
-            raise PolicyError(
-                f"escalation is {list(self.escalation)}; {self.name!r} can't escalate to itself: remove it"
-            )
+            faults.append(f"escalation is {list(self.escalation)}; {self.name!r} can't escalate to itself: remove it")
         if self.rollback > self.block:
-            raise PolicyError(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
-        if (self.sink_tokens + self.residual_window) % 16:
-            raise PolicyError(
-                f"sink_tokens + residual_window is {self.sink_tokens + self.residual_window}; it must be a multiple "
-                "of 16, so that 16-token chunks see what token-by-token decoding sees"
+            faults.append(f"rollback is {self.rollback}; one block ({self.block} tokens) is the most that is kept")
+        if self.exact_tokens % 16:
+            faults.append(
+                f"sink_tokens + residual_window is {self.exact_tokens}; it must be a multiple of 16, so that 16-token "
+                "chunks see what token-by-token decoding sees"
             )
         for layer in self.layers:
             key = layer.key
             if key is not None and key.axis == "channel" and key.group not in _groups(self.block):
-                raise PolicyError(
+                faults.append(
                     f"key.group is {key.group}; it must divide the block of {self.block} tokens: {_groups(self.block)}"
                 )
+        _refuse(*faults)
 
     @property
     def is_exact(self) -> bool:
@@ -175,10 +186,8 @@ class CachePolicy:
         """
         if len(self.layers) not in (1, layers):
             raise PolicyError(f"policy {self.name!r} names {len(self.layers)} layers; the model has {layers}")
-        for layer in self.layers:
-            for tensor, quantizer in (("key", layer.key), ("value", layer.value)):
-                if quantizer is not None:
-                    _check_row(self.name, tensor, quantizer, head_dim)
+        pairs = [pair for layer in self.layers for pair in (("key", layer.key), ("value", layer.value))]
+        _refuse(*(_row_fault(self.name, tensor, quantizer, head_dim) for tensor, quantizer in pairs if quantizer))
         return replace(self, layers=tuple(self.layer(index) for index in range(layers)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,31 +211,43 @@ def _groups(row: int) -> list[int]:
     return [group for group in (8, 16, 32, 64, 128, 256) if row % group == 0]
 
 
-def _check_row(name: str, tensor: str, quantizer: Quantizer, head_dim: int) -> None:
-    per_byte = 8 // quantizer.bits
-    if quantizer.axis == "token":
-        allowed = [WHOLE_HEAD, *_groups(head_dim)]
-        if quantizer.group not in allowed:
-            raise PolicyError(
-                f"policy {name!r}: {tensor}.group {quantizer.group} does not divide head_dim {head_dim}; "
-                f"allowed groups: {allowed} (0 is the whole head)"
-            )
-        if head_dim % per_byte:
-            raise PolicyError(
-                f"policy {name!r}: head_dim {head_dim} at {quantizer.bits} bits is no whole number of bytes; "
-                f"it must be a multiple of {per_byte}"
-            )
+def _row_fault(name: str, tensor: str, quantizer: Quantizer, head_dim: int) -> str | None:
+    """What keeps the rows of a per-token quantizer from fitting a head."""
+    per_byte, allowed = 8 // quantizer.bits, [WHOLE_HEAD, *_groups(head_dim)]
+    if quantizer.axis != "token":
+        return None
+    if quantizer.group not in allowed:
+        return (
+            f"policy {name!r}: {tensor}.group {quantizer.group} does not divide head_dim {head_dim}; "
+            f"allowed groups: {allowed} (0 is the whole head)"
+        )
+    if head_dim % per_byte:
+        return (
+            f"policy {name!r}: head_dim {head_dim} at {quantizer.bits} bits is no whole number of bytes; "
+            f"it must be a multiple of {per_byte}"
+        )
+    return None
 
 
-def _quantizer(raw: object, where: str) -> Quantizer | None:
-    return None if raw is None else Quantizer(**_checked(Quantizer, raw, where))
+@contextmanager
+def _gathered(faults: list[str], where: str = "") -> Iterator[None]:
+    """What is found wrong inside is added to `faults`, and what follows goes on."""
+    try:
+        yield
+    except PolicyError as error:
+        faults += [f"{where}{fault}" for fault in error.args]
 
 
 def _layer(raw: object, where: str) -> LayerPolicy:
-    raw = _checked(LayerPolicy, raw, where)
-    return LayerPolicy(
-        key=_quantizer(raw.get("key"), f"{where}.key"), value=_quantizer(raw.get("value"), f"{where}.value")
-    )
+    raw, made, faults = _checked(LayerPolicy, raw, where), LayerPolicy(), list[str]()
+    for tensor, content in raw.items():
+        if content is not None:
+            with _gathered(faults):
+                content = _checked(Quantizer, content, f"{where}.{tensor}")
+                with _gathered(faults, f"{where}.{tensor}: "):
+                    made = replace(made, **{tensor: Quantizer(**content)})
+    _refuse(*faults)
+    return made
 
 
 def from_dict(raw: object, name: str | None = None) -> CachePolicy:
@@ -245,19 +266,33 @@ def from_dict(raw: object, name: str | None = None) -> CachePolicy:
         raise PolicyError(f"{where} names neither key, value nor layers; for the exact cache write key: null")
     if "layers" in content and {"key", "value"} & content.keys():
         raise PolicyError(f"{where} has layers beside key or value; the layers name both already, so remove the others")
-    if "layers" in content:
-        listed = content.pop("layers")
-        if not isinstance(listed, list | tuple):
-            raise PolicyError(f"{where}: layers is {listed!r}; pass a list of {{key, value}}")
-        layers = tuple(_layer(layer, f"{where} layer {i}") for i, layer in enumerate(listed))
-    else:
-        layers = (_layer({k: content.pop(k) for k in ("key", "value") if k in content}, where),)
+    faults: list[str] = []
+    layers: tuple[LayerPolicy, ...] = (LayerPolicy(),)  # stands in for what can't be made
+    with _gathered(faults):
+        layers = _layers(content, where)
     steps = content.pop("escalation", ["exact"])
     if not (isinstance(steps, list | tuple) and all(isinstance(step, str) for step in steps)):
-        raise PolicyError(f"{where}: escalation is {steps!r}; pass a list of policy names, such as [int8, exact]")
-    made = CachePolicy(name, layers, escalation=tuple(steps), **_checked(CachePolicy, content, where))
-    if made.max_length is not None and made.max_length < max(made.min_length, 1):
-        raise PolicyError(
-            f"max_length is {made.max_length}; it must be min_length ({made.min_length}) or more, or null for no limit"
-        )
+        faults.append(f"{where}: escalation is {steps!r}; pass a list of policy names, such as [int8, exact]")
+        steps = ["exact"]
+    with _gathered(faults):
+        made = CachePolicy(name, layers, escalation=tuple(steps), **_checked(CachePolicy, content, where))
+        if made.max_length is not None and made.max_length < max(made.min_length, 1):
+            least = f"min_length ({made.min_length}) or more, or null for no limit"
+            faults.append(f"max_length is {made.max_length}; it must be {least}")
+    _refuse(*faults)
     return made
+
+
+def _layers(content: dict[str, Any], where: str) -> tuple[LayerPolicy, ...]:
+    """What `content` says of the layers, taken out of it."""
+    if "layers" not in content:
+        return (_layer({k: content.pop(k) for k in ("key", "value") if k in content}, where),)
+    listed = content.pop("layers")
+    if not isinstance(listed, list | tuple):
+        raise PolicyError(f"{where}: layers is {listed!r}; pass a list of {{key, value}}")
+    faults, layers = list[str](), []
+    for index, layer in enumerate(listed):
+        with _gathered(faults):
+            layers.append(_layer(layer, f"{where} layer {index}"))
+    _refuse(*faults)
+    return tuple(layers)

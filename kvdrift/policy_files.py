@@ -26,42 +26,46 @@ class SearchSpace:
         require(self, filled=("choices",), bits_per_element=(0, 16))
 
 
-def used_policies(root: Path, named: Sequence[str]) -> list[str]:
-    """The policies that are `named`, and what they escalate to, whether there are such or not."""
-    used = dict.fromkeys([*named, "exact"])
-    for name in list(used):
+def escalated(root: Path, named: Sequence[str]) -> list[str]:
+    """What these policies escalate to, whether there are such or not; `exact` in any case."""
+    found = {"exact": None}
+    for name in named:
         try:
             steps = read_yaml(root / "conf" / "policy" / f"{name}.yaml").get("escalation")
-            used |= dict.fromkeys(step for step in steps or () if isinstance(step, str))
+            found |= dict.fromkeys(step for step in steps or () if isinstance(step, str))
         except (ConfigError, AttributeError, TypeError):
             continue  # told by whoever checks that policy
-    return list(used)
+    return list(found)
 
 
-def check_policy(root: Path, name: str, searched: str, shape: CacheShape | None) -> None:
-    """The policy's file is well formed and fits the model; the one that is `searched` with each of its choices.
+def check_policy(root: Path, name: str, searched: str, shape: CacheShape | None) -> CachePolicy | None:
+    """The policy, whose file is well formed and fits the model; None of the one that is `searched`, whose choices are.
 
-    Raises ConfigError.
+    Raises ConfigError with a line for each mistake in the file.
     """
     file = f"conf/policy/{name}.yaml"
     raw = read_yaml(root / file)
+    if not isinstance(raw, dict):
+        what = "write key, value and what else docs/quantizers.md lists"
+        raise ConfigError(f"{file}: the file holds {raw!r}; {what}. Edit it and run again.")
+    wrong: list[Any] = []
+    made = None
+    if raw.get("name", name) != name:
+        wrong.append(f"name is {raw['name']!r}; a policy is called as its file, so remove it")
+    if isinstance(raw.get("escalation"), list) and searched in raw["escalation"]:
+        wrong.append(f"escalation names {searched!r}, whose bits are searched for; allowed: any other policy")
     try:
-        if not isinstance(raw, dict):
-            raise PolicyError(f"the file holds {raw!r}; write key, value and what else docs/quantizers.md lists")
-        if raw.get("name", name) != name:
-            raise PolicyError(f"name is {raw['name']!r}; a policy is called as its file, so remove it")
-        if isinstance(raw.get("escalation"), list) and searched in raw["escalation"]:
-            raise PolicyError(f"escalation names {searched!r}, whose bits are searched for; allowed: any other policy")
         if name == searched:
             _check_searched(raw, name, file, shape)
         elif "search" in raw:
-            raise PolicyError(
-                f"search is set; allowed: only in {searched}.yaml, which conf/search.yaml selects. Remove it"
-            )
+            wrong.append(f"search is set; allowed: only in {searched}.yaml, which conf/search.yaml selects. Remove it")
         else:
-            _bound(raw, name, shape)
+            made = _bound(raw, name, shape)
     except PolicyError as error:
-        raise ConfigError(f"{file}: {error}. Edit it and run again.") from error
+        wrong += error.args
+    if wrong:
+        raise ConfigError(*(f"{file}: {line}. Edit it and run again." for line in wrong))
+    return made
 
 
 def _check_searched(raw: dict[str, Any], name: str, file: str, shape: CacheShape | None) -> None:
@@ -73,13 +77,20 @@ def _check_searched(raw: dict[str, Any], name: str, file: str, shape: CacheShape
     if extra := sorted({"key", "value", "layers"} & frame.keys()):
         raise PolicyError(f"{extra[0]} is set beside search; the search chooses it, so remove it")
     space = check(Composition(file, {"search": raw["search"]}, {}), _Searched).search
-    bits = []
+    bits, wrong = [], dict[str, None]()  # what is wrong with the frame is so with each choice
     for choice, tensors in space.choices.items():
         if set(tensors) != {"key", "value"} or None in tensors.values():
-            raise PolicyError(f"search.choices.{choice} is {tensors!r}; allowed: a quantizer for key and one for value")
-        policy = _bound({**frame, **tensors}, name, shape)
+            wrong[f"search.choices.{choice} is {tensors!r}; allowed: a quantizer for key and one for value"] = None
+            continue
+        try:
+            policy = _bound({**frame, **tensors}, name, shape)
+        except PolicyError as error:
+            wrong |= dict.fromkeys(error.args)
+            continue
         if shape is not None:
             bits.append(_bits(policy, shape))
+    if wrong:
+        raise PolicyError(*wrong)
     if bits and space.bits_per_element < min(bits):
         least = math.ceil(100 * min(bits)) / 100
         raise PolicyError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from kvdrift.config import Composition, ConfigError, Profile, check
 from kvdrift.fingerprint import device_fingerprint
 from kvdrift.ledger import CacheShape
 from kvdrift.models import ModelError, ModelSource, missing_files, read_config, require_kv_cache, unsupported
-from kvdrift.policy_files import check_policy, used_policies
+from kvdrift.policy_files import check_policy, escalated
 
 if TYPE_CHECKING:
     from kvdrift.prompts.spec import CorpusSpec
@@ -74,7 +74,7 @@ def examine(root: Path, given: Mapping[str, Any], chunk_tokens: int, disk_limit_
             check_disk(root, reference_bytes(spec, *model), disk_limit_gib, files["corpus"])
     if spec and shape and device:
         problems.note(*disagreements(composed.configs, files, spec, shape.positions or 0, device["device"]))
-    problems.end()
+    problems.end(apart(root, selections))
     assert machine is not None  # else that it couldn't be made was noted, as with the next two
     assert spec is not None
     assert device is not None
@@ -88,7 +88,8 @@ def check_policies(
     searched = composed.choices.get("search", {}).get("policy", "auto")
     probed = composed.configs["sensitivity"].probe_policies if "sensitivity" in composed.configs else []
     options = options_of(root, "policy")
-    for name in used_policies(root, [*selections.policies, searched, *probed]):
+    named = dict.fromkeys([*selections.policies, searched, *probed])
+    for name in named | dict.fromkeys(escalated(root, list(named))):
         if name not in options:
             problems.note(
                 f"policy {name!r}, to be probed or escalated to, is unknown; allowed: {', '.join(options)}. "
@@ -96,7 +97,16 @@ def check_policies(
             )
             continue
         with problems.noted():
-            check_policy(root, name, searched, shape)
+            made = check_policy(root, name, searched, shape)
+            if name in probed and made is not None and made.is_exact:
+                problems.note(
+                    f"conf/sensitivity.yaml: probe_policies names {name!r}, which packs nothing, so no cell of it "
+                    "could be measured; allowed: policies that pack. Remove it."
+                )
+    for stage, read in (("sensitivity", probed), ("drill", escalated(root, selections.policies))):
+        problems.note(
+            *untracked(stage, [name for name in read if name in options and name != searched], composed.declared)
+        )
     for name in sorted({name for name in probed if probed.count(name) > 1}):
         problems.note(f"conf/sensitivity.yaml: probe_policies names {name!r} twice; remove one.")
     if searched in probed:
@@ -106,6 +116,33 @@ def check_policies(
     other = composed.choices.get("sensitivity", {}).get("policy", searched)
     if other != searched:
         problems.note(f"conf/sensitivity.yaml selects policy {other!r}, conf/search.yaml {searched!r}; select one.")
+
+
+def untracked(stage: str, policies: Sequence[str], declared: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each policy that a stage reads on its own and dvc.yaml doesn't track: DVC wouldn't notice an edit."""
+    if stage not in declared:
+        return
+    entries = declared[stage].get("params", ())
+    tracked = [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+    for name in policies:
+        if f"conf/policy/{name}.yaml" not in tracked:
+            yield (
+                f"dvc.yaml: {stage} reads policy {name!r}, to be probed or escalated to, and doesn't track it; add "
+                f"`- conf/policy/{name}.yaml:` to the params of {stage}, or choose another policy."
+            )
+
+
+def apart(root: Path, selections: Selections) -> str | None:
+    """A hint where only some of what belongs together was selected; some problems come of that alone."""
+    chosen = {group: getattr(selections, group) for group in ("profile", "corpus", "gates")}
+    shared = [name for name in dict.fromkeys(chosen.values()) if all(name in options_of(root, of) for of in chosen)]
+    if len(set(chosen.values())) == 1 or not shared:
+        return None
+    told = ", ".join(f"{group} {name}" for group, name in chosen.items())
+    return (
+        f"params.yaml: {told} are selected together. If that isn't meant, set profile, corpus and gates to one name: "
+        f"{' or '.join(shared)}; `make evidence PROFILE={shared[0]}` sets all three."
+    )
 
 
 def check_model(source: ModelSource) -> tuple[dict[str, Any], CacheShape]:

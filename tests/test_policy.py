@@ -99,6 +99,28 @@ def test_an_error_names_the_value_and_what_is_allowed(change: dict[str, Any], me
         from_dict({**KIVI, **change} if "layers" not in change else change, "p")
 
 
+def test_every_mistake_is_told_each_once() -> None:
+    raw = {"blok": 64, "residual_window": "128", "escalation": 4}
+    raw |= {"layers": [{"key": {"bits": 3}, "value": {"axis": "time"}}, {"kee": None}]}
+    with pytest.raises(PolicyError) as caught:
+        from_dict(raw, "p")
+    told = [line.partition(";")[0] for line in str(caught.value).splitlines()]
+    assert told == [
+        "policy 'p' layer 0.key: bits of uniform is 3",
+        "policy 'p' layer 0.value: axis is 'time'",
+        "policy 'p' layer 1 has an unknown key 'kee'",
+        "policy 'p': escalation is 4",
+        "policy 'p' has an unknown key 'blok'",
+        "policy 'p': residual_window is '128'",
+    ]
+    with pytest.raises(PolicyError) as caught:
+        from_dict(KIVI, "p").bind(30, 72)
+    assert caught.value.args == ("policy 'p': value.group 64 does not divide head_dim 72; " + GROUPS,)
+
+
+GROUPS = "allowed groups: [0, 8] (0 is the whole head)"
+
+
 @pytest.mark.parametrize("raw", [{}, {"sink_tokens": 16}])
 def test_an_emptied_policy_is_not_taken_for_exact(raw: Any) -> None:
     with pytest.raises(

@@ -110,7 +110,10 @@ def test_everything_that_is_wrong_is_told_at_once_and_earlier_output_untouched(r
     assert failed.stderr.splitlines() == [
         "[preflight] error: conf/profile/smoke.yaml: profile.threads is 0; allowed: 1 to 1,024. Edit it and run again.",
         "[preflight] error: conf/latency/smoke.yaml: latency.pairs is 0; allowed: 2 to 100,000. Edit it and run again.",
-        "[preflight] error: conf/policy/int4.yaml: bits of uniform is 3; allowed: 2, 4, 8. Edit it and run again.",
+        "[preflight] error: conf/policy/int4.yaml: policy 'int4'.key: bits of uniform is 3; allowed: 2, 4, 8. Edit it "
+        "and run again.",
+        "[preflight] error: conf/policy/int4.yaml: policy 'int4'.value: bits of uniform is 3; allowed: 2, 4, 8. Edit "
+        "it and run again.",
         "[preflight] error: conf/corpus/smoke.yaml: cohorts.needle.continuation is 18; it must be 1 plus a multiple of "
         "16: 17, 33, 49 …",
         "[preflight] error: conf/corpus/smoke.yaml: cohorts.copy.continuation is 18; it must be 1 plus a multiple of "
@@ -233,7 +236,7 @@ KEYS = [
 POLICIES = [
     ("conf/sensitivity.yaml", "[code, needle_grid]", "[code, code]", "sensitivity.yaml: cohorts names 'code' twice"),
     ("conf/sensitivity.yaml", "[kivi2, int4]", "[int4, int4]", "probe_policies names 'int4' twice; remove one."),
-    (INT4, "bits: 4", "bits: 3", "conf/policy/int4.yaml: bits of uniform is 3; allowed: 2, 4, 8"),
+    (INT4, "bits: 4", "bits: 3", "conf/policy/int4.yaml: policy 'int4'.key: bits of uniform is 3; allowed: 2, 4, 8"),
     (INT4, "bits:", "bit:", "conf/policy/int4.yaml: policy 'int4'.key has an unknown key 'bit'; allowed: axis"),
     (INT4, "[int8, exact]", "[int9]", "policy 'int9', to be probed or escalated to, is unknown; allowed: auto, exact"),
     (
@@ -280,6 +283,20 @@ POLICIES = [
     (AUTO, "sink_tokens", "key: null\nsink_tokens", "auto.yaml: key is set beside search; the search chooses it"),
     (AUTO, "      value: {format: uniform, bits: 2", "      # {", "auto.yaml: search.choices.2 is {'key': "),
     ("conf/policy/kivi2.yaml", "group: 32", "group: 48", "conf/policy/kivi2.yaml: key.group is 48; it must divide"),
+    (
+        "conf/sensitivity.yaml",
+        "[kivi2, int4]",
+        "[exact, int4]",
+        "probe_policies names 'exact', which packs nothing, so",
+    ),
+    (
+        "conf/sensitivity.yaml",
+        "[kivi2, int4]",
+        "[kivi4]",
+        "dvc.yaml: sensitivity reads policy 'kivi4', to be probed or escalated to, and doesn't track it; add "
+        "`- conf/policy/kivi4.yaml:` to the params of sensitivity",
+    ),
+    (INT4, "[int8, exact]", "[kivi4]", "add `- conf/policy/kivi4.yaml:` to the params of drill, or choose another"),
     ("conf/sensitivity.yaml", "[kivi2, int4]", "[kivi3]", "policy 'kivi3', to be probed or escalated to, is unknown"),
     (
         "conf/sensitivity.yaml",
@@ -348,6 +365,13 @@ BETWEEN = [
     ),
     ("conf/search.yaml", "[code, needle_grid]", "[poems]", "conf/search.yaml: cohorts names 'poems', which"),
     (
+        "conf/search.yaml",
+        "steps: 16",
+        "steps: 32",
+        "conf/search.yaml: steps is 32; allowed: at most 16, which conf/corpus/smoke.yaml scores of needle_grid",
+    ),
+    ("conf/logits.yaml", "probe_steps: 8", "probe_steps: 24", "probe_steps is 24; allowed: at most 16, which conf/"),
+    (
         TINY,
         "source: tiny",
         "source: hub",
@@ -386,6 +410,44 @@ def test_an_emptied_policy_is_refused(repo: Path) -> None:
         "conf/policy/int4.yaml: policy 'int4' names neither key, value nor layers; "
         "for the exact cache write key: null. Edit it and run again."
     ]
+
+
+def test_every_mistake_in_a_policy_is_told(repo: Path) -> None:
+    """Those that stand in one file are told as those of several files are: all at once."""
+    keep(repo, "search")
+    edit(repo, INT4, "key: {format: uniform, bits: 4", "key: {format: int, bits: 3")
+    edit(repo, INT4, "value: {format: uniform, bits: 4", "value: {format: uniform, bits: 5")
+    edit(repo, INT4, "[int8, exact]", "[int8, auto]\nname: mine\nblock: 48\nrollback: -1\nsink_tokens: 1")
+    edit(repo, AUTO, "group: 32", "group: 48")
+    edit(repo, AUTO, "sink_tokens: 16", "sink_tokens: 8")
+    lines = [line.removesuffix(". Edit it and run again.") for line in wrong(repo)]
+    assert lines == [
+        f"{INT4}: name is 'mine'; a policy is called as its file, so remove it",
+        f"{INT4}: escalation names 'auto', whose bits are searched for; allowed: any other policy",
+        f"{INT4}: policy 'int4'.key: format is 'int'; allowed: uniform, fp8_e4m3",
+        f"{INT4}: policy 'int4'.value: bits of uniform is 5; allowed: 2, 4, 8",
+        f"{INT4}: block is 48; allowed: 32, 64, 128",
+        f"{INT4}: rollback is -1; it must be 0 or more",
+        f"{INT4}: sink_tokens + residual_window is 1; it must be a multiple of 16, so that 16-token chunks see what "
+        "token-by-token decoding sees",
+        f"{AUTO}: sink_tokens + residual_window is 136; it must be a multiple of 16, so that 16-token chunks see what "
+        "token-by-token decoding sees",
+        f"{AUTO}: key.group is 48; it must divide the block of 64 tokens: [8, 16, 32, 64]",
+    ]
+
+
+def test_names_that_belong_together_are_hinted_at_where_something_is_wrong(repo: Path) -> None:
+    keep(repo, "verdict")
+    (repo / "params.yaml").write_text(PARAMS.replace("corpus: smoke", "corpus: laptop"))
+    *others, hint = wrong(repo, "corpus=laptop")
+    assert others
+    assert hint == (
+        "params.yaml: profile smoke, corpus laptop, gates smoke are selected together. If that isn't meant, set "
+        "profile, corpus and gates to one name: smoke or laptop; `make evidence PROFILE=smoke` sets all three."
+    )
+    (repo / "params.yaml").write_text(PARAMS)
+    edit(repo, PROFILE, "threads: 2", "threads: 0")
+    assert len(wrong(repo)) == 1
 
 
 def test_too_few_items_to_pass_are_a_warning(repo: Path) -> None:
