@@ -85,7 +85,9 @@ def main(config: LatencyConfig) -> None:
         },
     }
     content["machine"] = machine.settings(bench.device) | {"before": before, "after": machine.state(bench.device)}
-    content["headline"] = service.headline(content["rows"], kept.once("peaks", lambda: service.peaks(bench, first)))
+    whole = min(first.context + config.workload.output, prefix.length)
+    peaks = kept.once("peaks", lambda: service.peaks(bench, first.batch, whole))
+    content["headline"] = service.headline(content["rows"], peaks)
     content["unavailable"] = [name for name in ("energy", "cold_start") if content[name] == "unavailable"]
     content["unavailable"] += [f"peer {name}" for name, figures in content["peers"].items() if isinstance(figures, str)]
     config.out.mkdir(parents=True, exist_ok=True)

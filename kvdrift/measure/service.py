@@ -18,6 +18,8 @@ from kvdrift.measure.sweep import CapacityTrial, Point, Scheduler
 from kvdrift.measure.timing import Pairs, milliseconds, p95_ratio, paired, percentile, ratio
 
 ENERGY_STEPS = 32
+PEAK_STEPS = 2
+"""`peak_allocation` runs its work once before it looks."""
 
 
 @torch.inference_mode()
@@ -122,15 +124,17 @@ def row(point: Point, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def peaks(bench: Bench, point: Point) -> dict[str, int]:
-    """Bytes held by both caches, and with the most that a decode step allocates besides."""
+def peaks(bench: Bench, batch: int, tokens: int) -> dict[str, int]:
+    """Bytes that both caches hold of so many tokens a sequence, and with the most that the last decode step allocates
+    besides."""
     found = {}
+    context = tokens - PEAK_STEPS
     for side, make in (("reference", bench.dynamic), ("candidate", bench.packed)):
         caches: list[Any] = []
 
         def prepare(make: Any = make, caches: list[Any] = caches) -> Work:
-            caches.append(make(point.batch, point.context))
-            return bench.decode(caches[0], point.batch)
+            caches.append(make(batch, context))
+            return bench.decode(caches[0], batch)
 
         transient = peak_allocation(prepare, bench.device)
         found[f"{side}_held"] = held_bytes(caches[0])

@@ -93,8 +93,10 @@ def test_peak_allocation_sees_what_comes_and_goes() -> None:
 
 
 def test_the_packed_cache_peaks_below_the_reference(llama: Any) -> None:
-    """Case 8."""
-    peaks = service.peaks(bench(llama, PACKED), Point(2, 250, 1))
+    """Case 8. Both sides are of one length, so that their ratio is the ledger's."""
+    made = bench(llama, PACKED)
+    peaks, ledger = service.peaks(made, 2, 250), account(PACKED, made.empty_packed().shape, 250, 2)
+    assert (peaks["candidate_held"], peaks["reference_held"]) == (ledger.format_bytes, ledger.reference)
     assert peaks["candidate_held"] < peaks["reference_held"]
     assert peaks["candidate_peak"] < peaks["reference_peak"]
 
