@@ -73,7 +73,8 @@ def build_id() -> str:
 
 
 def extra_flags() -> tuple[str, ...]:
-    """`$KVDRIFT_CXXFLAGS`, split at spaces; `-DKVDRIFT_PORTABLE` builds the path of CPUs without AVX-512."""
+    """`$KVDRIFT_CXXFLAGS`, split at spaces; `-DKVDRIFT_PORTABLE` builds the path of CPUs without AVX-512,
+    `-DKVDRIFT_NO_VNNI` that of the first ones with it."""
     return tuple(os.environ.get("KVDRIFT_CXXFLAGS", "").split())
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +66,28 @@ def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.
         assert works(compiler.library())
         assert [path.name for path in folder.iterdir()] == [built.name]
         assert compiler._whole(folder / built.name)
+
+
+AT_ONCE = """
+import sys
+from pathlib import Path
+from kvdrift.kernels import compiler
+compiler.SOURCES, compiler.CONTRACTION = Path(sys.argv[1]), {"stub.cpp": "off"}
+assert compiler.library().kvdrift_seal
+"""
+
+
+@pytest.mark.usefixtures("_stub")
+def test_processes_that_compile_at_once(tmp_path: Path) -> None:
+    """Each gets a working library, and one file is left."""
+    root, cache = Path(__file__).parents[2], tmp_path / "cache"
+    environment = {**os.environ, "KVDRIFT_CACHE": str(cache), "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "sources")]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 @pytest.mark.usefixtures("_stub")

@@ -1,22 +1,16 @@
 """The native kernels against the definition: `pytest tests/kernels/test_native.py`.
 
-Codes, scales, lows, decoded values and checksums are compared bit for bit; attention with float64 attention over the
-decoded values, relative to the largest value.
+Codes, scales, lows, decoded values and checksums, bit for bit.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from attention_in_float64 import attention
+from blocks import DTYPES, KIVI4, TROUBLES, layouts, spoil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,67 +25,7 @@ except compiler.NativeUnavailable as error:
 
 from kvdrift.kernels import native
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""The stated bound, plus the rounding of the output."""
-
-KIVI4 = LayerPolicy(Quantizer(bits=4, axis="channel", group=64), Quantizer(bits=4))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """The machine may be shared; what threads change is tested by name."""
-    torch.set_num_threads(1)
-
-
-@st.composite
-def quantizers(draw: st.DrawFn, head_dim: int, block: int, tensor: str) -> Quantizer | None:
-    scale = draw(st.sampled_from(["float16", "float32"]))
-    form = draw(st.sampled_from(["exact", "fp8", "token", "token", *(["channel"] * 3 if tensor == "key" else [])]))
-    if form == "exact":
-        return None
-    groups = [0, *(group for group in (8, 16, 32, 64, 128, 256) if head_dim % group == 0)]
-    if form == "fp8":
-        return Quantizer("fp8_e4m3", 8, "token", draw(st.sampled_from(groups)), scale)
-    if form == "channel":
-        groups = [group for group in (8, 16, 32, 64, 128) if block % group == 0]
-    return Quantizer("uniform", draw(st.sampled_from([2, 4, 8])), form, draw(st.sampled_from(groups)), scale)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[BlockLayout, torch.dtype]:
-    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
-    head_dim, block = draw(st.sampled_from([64, 80, 96, 112, 128, 256])), draw(st.sampled_from([32, 64, 128]))
-    key, value = draw(quantizers(head_dim, block, "key")), draw(quantizers(head_dim, block, "value"))
-    return block_layout(LayerPolicy(key, value), block, draw(st.integers(1, 3)), head_dim, dtype.itemsize), dtype
-
-
-def spoil(x: torch.Tensor, how: str) -> torch.Tensor:
-    """`x` [blocks, heads, tokens, channels] with one kind of trouble in it."""
-    largest = torch.finfo(x.dtype).max
-    match how:
-        case "constant":
-            x[:, :, :, 3], x[:, 0, 5] = -1.37, 0.1
-        case "zero":
-            x[0], x[:, :, 7] = 0.0, -0.0
-        case "extreme":
-            x[:, 0, 4, 2], x[:, 0, 4, 9] = largest, -largest
-        case "denormal":
-            x *= torch.finfo(x.dtype).smallest_normal
-        case "tiny":
-            x *= 1e-6
-        case "halves":
-            x.mul_(8).round_().div_(2)
-        case "outlier":
-            x[..., 7] *= 50
-        case "infinite":
-            x[-1, 0, 3, 1] = float("inf")
-        case "nan":
-            x[-1, -1, -1, -1] = float("nan")
-    return x
-
-
-TROUBLES = ["none", "constant", "zero", "extreme", "denormal", "tiny", "halves", "outlier", "infinite", "nan"]
+PAGES = (layouts(), st.sampled_from(TROUBLES), st.sampled_from(TROUBLES), st.integers(0, 2**31), st.booleans())
 
 
 def seal_both(
@@ -109,7 +43,7 @@ def seal_both(
 
 
 @settings(max_examples=150, deadline=None)
-@given(layouts(), st.sampled_from(TROUBLES), st.sampled_from(TROUBLES), st.integers(0, 2**31), st.booleans())
+@given(*PAGES)
 def test_pages_equal_the_definition(
     layout: tuple[BlockLayout, torch.dtype], of_keys: str, of_values: str, seed: int, strided: bool
 ) -> None:
@@ -133,8 +67,7 @@ def test_pages_equal_the_definition(
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
-@settings(max_examples=120, deadline=None)
-@given(
+SIXTEEN_BITS = (
     st.sampled_from(["float16", "bfloat16"]),
     st.sampled_from([2, 4, 8]),
     st.sampled_from([(64, 32), (64, 64), (128, 64), (96, 64), (256, 128)]),
@@ -151,6 +84,10 @@ def test_pages_equal_the_definition(
     ),
     st.integers(0, 2**31),
 )
+
+
+@settings(max_examples=120, deadline=None)
+@given(*SIXTEEN_BITS)
 def test_case_4_pages_of_any_sixteen_bits(
     dtype: str, bits: int, shape: tuple[int, int], group: int, words: list[int], seed: int
 ) -> None:
@@ -225,98 +162,6 @@ def test_case_13_an_outlier_channel_ruins_tokens_not_channels() -> None:
     assert error(Quantizer(bits=4, axis="token", group=64)) > 0.9
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    layouts(),
-    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
-    st.sampled_from([1, 1, 2, 16, 33]),
-    st.lists(st.integers(0, 128), min_size=0, max_size=5),
-    st.integers(0, 100),
-    st.integers(0, 2**31),
-)
-def test_attention_is_near_float64(
-    layout: tuple[BlockLayout, torch.dtype], share: int, queries: int, counts: list[int], spare: int, seed: int
-) -> None:
-    """Whole, short, skipped and absent blocks, ragged exact tails, every share and several queries of a sequence."""
-    shape, dtype = layout
-    torch.manual_seed(seed)
-    blocks, heads, d = len(counts), shape.kv_heads, shape.head_dim
-    arena = torch.zeros(2 * blocks + 1, shape.page_bytes, dtype=torch.uint8)
-    pages = torch.randperm(2 * blocks + 1)[: 2 * blocks].int()
-    if blocks:
-        keys, values = (torch.randn(2 * blocks, heads, shape.block, d).to(dtype) for _ in range(2))
-        assert native.seal(keys, values, shape, arena, pages).all()
-    tokens = torch.tensor([counts, counts[::-1]], dtype=torch.int32).reshape(2, blocks).clamp(max=shape.block)
-    pages = torch.where(tokens > 0, pages.reshape(2, blocks), 2**30)  # a skipped block's page is never looked at
-    exact = [torch.randn(2, queries + spare + 3, heads, d).to(dtype).transpose(1, 2) for _ in range(2)]
-    lengths = torch.tensor([queries + spare, queries], dtype=torch.int32)
-    query = torch.randn(2, queries, heads * share, d).to(dtype).transpose(1, 2)
-    arguments = (query, shape, arena, pages, tokens, *exact, lengths, d**-0.5)
-    error = (native.decode_attention(*arguments).double() - attention(*arguments)).abs().max()
-    assert error <= BOUND[dtype] * max(5.0, float(exact[1].float().abs().max()))
-
-
-@pytest.mark.parametrize("policy", [KIVI4, LayerPolicy(Quantizer(), Quantizer())], ids=["kivi4", "int8"])
-def test_case_10_error_does_not_grow_with_length(policy: LayerPolicy) -> None:
-    """1k to 64k tokens, and one of them, far back, that the query looks for."""
-    torch.manual_seed(0)
-    layout = block_layout(policy, 64, 1, 64, 4)
-    keys, values = torch.randn(1024, 1, 64, 64), torch.randn(1024, 1, 64, 64)
-    needle = keys[3, 0, 11].clone()
-    arena = torch.zeros(1024, layout.page_bytes, dtype=torch.uint8)
-    assert native.seal(keys, values, layout, arena, torch.arange(1024, dtype=torch.int32)).all()
-    query = torch.stack([torch.randn(64), 1.5 * needle])[None, :, None]
-    exact, lengths = torch.randn(1, 1, 1, 64), torch.ones(1, dtype=torch.int32)
-    errors = []
-    for blocks in (16, 128, 1024):
-        pages = torch.arange(blocks, dtype=torch.int32)[None]
-        arguments = (query, layout, arena, pages, torch.full_like(pages, 64), exact, exact, lengths, 64**-0.5)
-        out = native.decode_attention(*arguments)
-        errors.append(float((out.double() - attention(*arguments)).abs().max()))
-    assert max(errors) < 5e-6, errors
-    assert errors[-1] <= 2 * errors[0] + 5e-7, errors
-
-
-def test_one_thread_and_two_agree() -> None:
-    torch.manual_seed(0)
-    layout = block_layout(KIVI4, 64, 2, 64, 4)
-    x = torch.randn(40, 2, 64, 64)
-    arena, pages, _ = seal_both(x, x, layout)
-    query, exact = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 8, 64)
-    tokens, lengths = torch.full((1, 40), 64, dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
-    outputs = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        again = torch.zeros_like(arena)
-        assert native.seal(x, x, layout, again, pages).all()
-        assert torch.equal(again[pages.long(), 64:], arena[pages.long(), 64:])
-        outputs.append(native.decode_attention(query, layout, arena, pages[None], tokens, exact, exact, lengths, 0.125))
-    assert torch.allclose(*outputs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kernels", [native, definition], ids=["native", "definition"])
-@pytest.mark.parametrize("share", [1, 3])
-def test_what_is_not_finite_spoils_only_the_queries_that_see_it(kernels: ModuleType, share: int) -> None:
-    torch.manual_seed(0)
-    layout = block_layout(KIVI4, 64, 2, 64, 4)
-    arena, pages, _ = seal_both(torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64), layout)
-    query, keys, values = torch.randn(1, 2 * share, 3, 64), torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 64)
-
-    def answer(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        tables = pages[None], torch.tensor([[64]], dtype=torch.int32)
-        return kernels.decode_attention(
-            query, layout, arena, *tables, keys, values, torch.tensor([20], dtype=torch.int32), 0.125
-        )
-
-    clean = answer(keys, values)
-    for spoiled, bad in ((keys, "nan"), (values, "nan"), (values, "inf")):
-        tensors = [x.clone() for x in (keys, values)]
-        tensors[spoiled is values][:, :, -1] = float(bad)
-        out = answer(*tensors)
-        assert torch.equal(out[:, :, :2], clean[:, :, :2])
-        assert not out[:, :, 2].isfinite().any()
-
-
 def test_an_unknown_format_is_refused() -> None:
     unknown = Quantizer()
     object.__setattr__(unknown, "format", "nf4")
@@ -333,28 +178,3 @@ def test_dtypes_that_differ_are_refused() -> None:
     exact, lengths = torch.zeros(1, 1, 1, 64, dtype=torch.float16), torch.ones(1, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"query is torch\.float32, exact keys torch\.float16"):
         native.decode_attention(torch.zeros(1, 1, 1, 64), layout, arena, none, none, exact, exact, lengths, 1.0)
-
-
-TWO_AT_ONCE = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import test_native as t
-t.test_pages_equal_the_definition.hypothesis.inner_test(t.PORTABLE_LAYOUT, "outlier", "constant", 0, True)
-t.test_attention_is_near_float64.hypothesis.inner_test(t.PORTABLE_LAYOUT, 3, 2, [64, 0, 7], 70, 0)
-"""
-PORTABLE_LAYOUT = (block_layout(KIVI4, 64, 2, 64, 4), torch.float32)
-
-
-def test_two_processes_compile_at_once(tmp_path: Path) -> None:
-    """Both get a working library, here of the path for CPUs without AVX-512, and one file is left."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "KVDRIFT_CACHE": str(tmp_path), "KVDRIFT_CXXFLAGS": "-DKVDRIFT_PORTABLE -O1"}
-    environment["PYTHONPATH"] = str(here.parents[1])
-    processes = [
-        subprocess.Popen([sys.executable, "-c", TWO_AT_ONCE, str(here)], env=environment, stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]

@@ -1,7 +1,7 @@
 // Sixteen lanes, written with the compiler's vector extensions: one AVX-512 register where there is one, several
 // narrower registers elsewhere. Intrinsics appear here and in words.h and digit_loops.h, where the compiler would not find
 // the instruction itself.
-// -DKVDRIFT_PORTABLE leaves them out, so that one machine can test both.
+// -DKVDRIFT_PORTABLE leaves them out and -DKVDRIFT_NO_VNNI what needs VNNI and VBMI, so that one machine can test all.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -11,7 +11,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(KVDRIFT_PORTABLE)
 #define KVDRIFT_AVX512 1
 #include <immintrin.h>
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(KVDRIFT_NO_VNNI)
 #define KVDRIFT_VNNI 1
 #endif
 #endif
