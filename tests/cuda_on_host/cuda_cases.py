@@ -153,6 +153,22 @@ def check_attention(
     assert (out.cpu().double() - meant).abs().amax() <= bound
 
 
+def check_length(blocks: int, device: str) -> None:
+    """One query over this many blocks of 64 tokens: one bound for every length."""
+    case = Case("channel4", 32, "token4", 32, 64, 64, 3, "float32", "float16")
+    layout, generator = case.layout(kv_heads=1), torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(blocks, 1, 64, 64, generator=generator) for _ in range(2))
+    arena = torch.zeros(blocks, layout.page_bytes, dtype=torch.uint8)
+    pages = torch.arange(blocks).int()
+    definition.seal(keys, values, layout, arena, pages)
+    tail = [torch.randn(1, 1, 1, 64, generator=generator) for _ in range(2)]
+    query = torch.randn(1, 3, 1, 64, generator=generator)
+    args = (arena, pages[None], torch.full((1, blocks), 64).int(), *tail, torch.ones(1).int())
+    out = cuda.decode_attention(query.to(device), layout, *(arg.to(device) for arg in args), 0.125)
+    meant, _ = attention64(query, layout, *args, 0.125)
+    assert (out.cpu().double() - meant).abs().max() < 2e-6
+
+
 def attention64(
     query: Tensor, layout: BlockLayout, arena: Tensor, pages: Tensor, tokens: Tensor,
     exact_keys: Tensor, exact_values: Tensor, exact_lengths: Tensor, scaling: float,

@@ -1,4 +1,4 @@
-"""The CUDA sources compile for every architecture, which needs no GPU. `make pairwise` compiles all pairs of choices."""
+"""The CUDA sources compile for every architecture, which needs no GPU. `make pairwise`: all pairs of choices."""
 
 from __future__ import annotations
 
