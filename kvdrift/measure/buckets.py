@@ -1,10 +1,12 @@
 """Buckets of a sequence: octaves of position, [0, 32) [32, 128) [128, 512) …; one is named by its first token.
 
-The same cuts serve for distances from the current token.
+The same cuts serve for distances from the current token. A cell is one bucket of one layer, packed in TENSORS.
 """
 
 from __future__ import annotations
 
+TENSORS = ("key", "value", "both")
+"""What of a cell is packed: its keys alone, its values alone, or both."""
 FIRST_BUCKET = 32
 OCTAVE = 4
 

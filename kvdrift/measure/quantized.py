@@ -23,7 +23,7 @@ from kvdrift.measure.pages import Decoded, through_pages
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import errors
 from kvdrift.policy import CachePolicy, packed_until
-from kvdrift.prompts.prompt import GENERATED, Prompt
+from kvdrift.prompts.prompt import GENERATED, REGIONS, Prompt
 
 ERRORS = pl.Schema(
     {
@@ -58,10 +58,9 @@ ATTENTION = pl.Schema(
     }
 )
 """A row a slice: `layer` (all that is packed), a `position` or `distance` bucket, a `region` or a `role`. `bucket` is
-the first position, or the least distance from the current token; a region stands in `role`, as PROMPT or GENERATED.
+the first position, or the least distance from the current token; a region, one of REGIONS, stands in `role`.
 A slice of which no replayed query reads anything packed has null figures."""
 
-PROMPT = "prompt"
 QUERIES = 4
 """The most scored positions of a prompt whose queries are replayed, evenly spread up to the last one."""
 
@@ -248,7 +247,7 @@ def _marked(prompt: Prompt, at: Tensor, behind: Tensor) -> Iterator[tuple[str, i
             yield kind, bucket.start, None, (place >= bucket.start) & (place < bucket.stop)
     roles = _roles(prompt, range(int(at[0]), int(at[-1]) + 1))
     generated = torch.from_numpy(roles == GENERATED)
-    yield "region", None, PROMPT, ~generated
-    yield "region", None, GENERATED, generated
+    for region, tokens in zip(REGIONS, (~generated, generated), strict=True):
+        yield "region", None, region, tokens
     for role in np.unique(roles):
         yield "role", None, str(role), torch.from_numpy(roles == role)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from kvdrift.layout import block_layout
-from kvdrift.measure.buckets import bucket_ranges
+from kvdrift.measure.buckets import TENSORS, bucket_ranges
 from kvdrift.measure.cells import FIGURES, Variant, layer_cells, packed_span
 from kvdrift.measure.pages import through_pages
 from kvdrift.measure.reference import Stored
 from kvdrift.measure.tensors import errors
 from kvdrift.policy import CachePolicy, LayerPolicy, from_dict, packed_until
 
-TENSORS = ("key", "value", "both")
 SCHEMA = pl.Schema(
     {
         "prompt": pl.String,

@@ -16,6 +16,8 @@ LENGTH_STEP = 16
 
 GENERATED = "generated"
 """The role of a continuation's tokens, which the cache holds beside the prompt's as soon as they were fed."""
+REGIONS = ("prompt", GENERATED)
+"""The prompt itself, whatever its roles, and what is behind it."""
 
 EVALUATION = "evaluation"
 CALIBRATION = "calibration"

@@ -16,7 +16,7 @@ import polars as pl
 from kvdrift.ledger import account, bits_per_element
 from kvdrift.policy import packed_until
 from kvdrift.prompts.batches import modes_of
-from kvdrift.prompts.prompt import GENERATED
+from kvdrift.prompts.prompt import GENERATED, REGIONS
 from kvdrift.report.evidence import Evidence
 from kvdrift.report.shapes import (
     ATTENTION,
@@ -29,7 +29,7 @@ from kvdrift.report.shapes import (
     NOISE,
     PACKING,
 )
-from kvdrift.report.slices import FIGURES, REGIONS, SLICES
+from kvdrift.report.slices import FIGURES, SLICES
 from kvdrift.report.strict import value_fault
 from kvdrift.report.tables import rows_fault, table_fault
 
@@ -136,7 +136,7 @@ def _attention(found: pl.DataFrame, evidence: Evidence) -> str | None:
     fault = fault or rows_fault(found.filter(slice="layer"), expected)
     if fault:
         return fault
-    wanted, regions = pl.Series(sorted(["layer", *SLICES])), pl.Series(REGIONS)
+    wanted, regions = pl.Series(sorted(["layer", *SLICES])), pl.Series(sorted(REGIONS))
     region = pl.col("role").filter(slice="region").sort()
     for where, row in found.group_by("prompt", "layer", maintain_order=True):
         kinds, roles = row["slice"].unique().sort(), row.select(region)["role"]

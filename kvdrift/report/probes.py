@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from kvdrift.measure.buckets import TENSORS
 from kvdrift.report.reading import UNREADABLE
 from kvdrift.report.strict import Number
 from kvdrift.report.tables import table_fault
@@ -25,7 +26,6 @@ COLUMNS = {
     **dict.fromkeys(("rank_correlation", "cosine"), Number(-1 - NOISE, 1 + NOISE, or_null=True)),
     "error": Number(0, or_null=True),
 }
-TENSORS = ("key", "value", "both")
 KEY = ("prompt", "needle", "probe", "layer", "tensor", "bucket")
 SHOWN = ["layer", "start", "stop", "kl", "cosine", "error", "same_top1", "rank_correlation", "prompt"]
 """What is told of a cell, each figure that of the prompt which shows it worst."""
@@ -90,8 +90,7 @@ def probe_rows(cells: pl.DataFrame | None) -> list[dict[str, Any]]:
             "least": next(iter(kept.select("layer", "start", "stop", "kept").to_dicts()), None),
         }
         rows.append(row | {"worst": worst.select(*SHOWN, "kept", "needles").to_dicts()})
-    order = {"key": 0, "value": 1, "both": 2}
-    return sorted(rows, key=lambda row: (row["policy"], order.get(row["tensor"], 3)))
+    return sorted(rows, key=lambda row: (row["policy"], TENSORS.index(row["tensor"])))
 
 
 def _finite(value: Any) -> float | None:

@@ -8,13 +8,12 @@ import numpy as np
 import polars as pl
 
 from kvdrift.measure.buckets import bucket_starts
-from kvdrift.prompts.prompt import GENERATED
+from kvdrift.prompts.prompt import GENERATED, REGIONS
 from kvdrift.report.evidence import by_tokens, finite, logits_summary
 
 FIGURES = ("key_logits", "jensen_shannon", "value_output", "combined_error")
 """What attention makes of a slice that alone is quantized: its keys by the first two, its values, both."""
 SLICES = ("position", "distance", "region", "role")
-REGIONS = (GENERATED, "prompt")
 FIRST_STEPS = 8
 """Generated steps are told in octaves: the first eight, then twice as many each time."""
 
@@ -28,8 +27,8 @@ def slice_rows(errors: pl.DataFrame | None, attention: pl.DataFrame | None) -> l
     """
     found: dict[tuple[str, Any], dict[str, Any]] = {}
     if errors is not None:
-        generated = pl.col("role") == GENERATED
-        errors = errors.with_columns(region=pl.when(generated).then(pl.lit(GENERATED)).otherwise(pl.lit("prompt")))
+        prompt, behind = map(pl.lit, REGIONS)
+        errors = errors.with_columns(region=pl.when(pl.col("role") == GENERATED).then(behind).otherwise(prompt))
     for kind in SLICES:
         column = "role" if kind in ("region", "role") else "bucket"  # of the attention table
         if attention is not None:
