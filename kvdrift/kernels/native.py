@@ -2,8 +2,8 @@
 
 The five functions mean what they mean in `definition`. Codes, scales and lows are equal bit for bit; attention is
 accumulated in float32 over runs of at most 32 blocks (where the CPU has VNNI, codes are multiplied as bytes, by factors
-of 24 bits), and stays within 1e-5 · max|v| of float64 attention over the
-decoded values, before it is rounded to the query's dtype.
+of 24 bits). Before it is rounded to the query's dtype, it is within 2⁻²¹ · (4 + max Σ|q·k|) · max|v| + 1e-28 of float64
+attention over the decoded values: 1e-5 · max|v| at usual logits.
 """
 
 from __future__ import annotations

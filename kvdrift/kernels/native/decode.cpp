@@ -5,14 +5,6 @@
 namespace kvdrift {
 namespace {
 
-float stored(const uint8_t *at, int32_t bytes) {
-    float x;
-    if (bytes == 4) return std::memcpy(&x, at, 4), x;
-    u16x16 h = {};
-    std::memcpy(&h, at, 2);
-    return from_half(h)[0];
-}
-
 void exact_row(const uint8_t *from, int n, int32_t dtype, float *to) {
     for (int e = 0; e < n; e += LANES) {
         const int count = n - e < LANES ? n - e : LANES;
@@ -24,23 +16,29 @@ void exact_row(const uint8_t *from, int n, int32_t dtype, float *to) {
     }
 }
 
-// One row of codes, times scale plus low, to to[e * step].
-void code_row(const TensorSpec &s, const uint8_t *codes, const uint8_t *scales, const uint8_t *lows, float *to,
-              int64_t step) {
-    const int plane = s.plane(), group = s.group(), mask = (1 << s.bits) - 1;
-    const int64_t next_group = int64_t(s.rows) * s.scale_bytes;
-    for (int g = 0; g < s.groups; g++) {
-        const float scale = stored(scales + g * next_group, s.scale_bytes);
-        const float low = s.kind == UNIFORM ? stored(lows + g * next_group, s.scale_bytes) : 0.0f;
-        for (int e = g * group; e < (g + 1) * group; e += LANES) {
-            const int count = (g + 1) * group - e < LANES ? (g + 1) * group - e : LANES;
-            i32x16 code = {};
-            for (int i = 0; i < count; i++)
-                code[i] = codes[(e + i) % plane] >> (s.bits * ((e + i) / plane)) & mask;
-            const f32x16 x = s.kind == UNIFORM ? to_float(code) * scale + low : from_e4m3(low_bytes(code)) * E4M3_UNIT * scale;
-            for (int i = 0; i < count; i++) to[(e + i) * step] = x[i];
+// One row of codes as numbers, without a scale; `to` has room for a vector behind the row.
+void row_numbers(const TensorSpec &s, const uint8_t *codes, float *to) {
+    const int plane = s.plane(), mask = (1 << s.bits) - 1;
+    for (int p = 0; p < s.codes_per_byte(); p++)
+        for (int i = 0; i < plane; i += LANES) {
+            const u8x16 bytes = load<u8x16>(codes + i);  // behind the last row lie scales, so this stays in the page
+            const f32x16 x = s.kind == UNIFORM ? to_float(widen(bytes) >> (s.bits * p) & mask) : from_e4m3(bytes) * E4M3_UNIT;
+            store(to + p * plane + i, x);  // what is beyond the plane, the next one overwrites
         }
-    }
+}
+
+// A row's numbers, times scale plus low. Those of group g are scale[g * rows] and low[g * rows].
+void scaled_row(const TensorSpec &s, const float *numbers, const float *scale, const float *low, float *to) {
+    const int group = s.group();
+    for (int g = 0; g < s.groups; g++)
+        for (int e = g * group; e < (g + 1) * group; e += LANES) {
+            f32x16 x = load<f32x16>(numbers + e) * scale[g * s.rows];
+            if (s.kind == UNIFORM) x += low[g * s.rows];
+            if (e + LANES <= s.row)
+                store(to + e, x);  // what is beyond the group, the next one overwrites
+            else
+                std::memcpy(to + e, &x, 4 * (s.row - e));
+        }
 }
 
 uint64_t payload_sum(const uint8_t *page, int64_t page_bytes) {
@@ -58,13 +56,22 @@ uint64_t payload_sum(const uint8_t *page, int64_t page_bytes) {
 void decode_block(const TensorSpec &s, const uint8_t *page, int64_t head, int32_t dtype, float *out, int64_t stride) {
     const int tokens = s.channel_major ? s.row : s.rows, channels = s.channel_major ? s.rows : s.row;
     const uint8_t *codes = s.codes_of(page, head);
-    const uint8_t *scales = page + s.stored_offset(s.scales, head), *lows = page + s.stored_offset(s.lows, head);
+    static thread_local Floats scratch;
+    const int64_t steps = int64_t(s.groups) * s.rows;
+    float *numbers = scratch.room(2 * (s.row + LANES + steps)), *column = numbers + s.row + LANES;
+    float *scales = column + s.row + LANES, *lows = scales + steps;
+    const int32_t stored = s.scale_bytes == 4 ? FLOAT32 : FLOAT16;
+    exact_row(page + s.stored_offset(s.scales, head), steps, stored, scales);
+    if (s.kind == UNIFORM) exact_row(page + s.stored_offset(s.lows, head), steps, stored, lows);
     for (int r = 0; r < s.rows; r++, codes += s.row_bytes) {
-        if (s.kind == EXACT)
-            exact_row(codes, s.row, dtype, out + r * stride);
-        else
-            code_row(s, codes, scales + r * s.scale_bytes, lows + r * s.scale_bytes,
-                     s.channel_major ? out + r : out + r * stride, s.channel_major ? stride : 1);
+        float *row = s.channel_major ? column : out + r * stride;
+        if (s.kind == EXACT) {
+            exact_row(codes, s.row, dtype, row);
+            continue;
+        }
+        row_numbers(s, codes, numbers);
+        scaled_row(s, numbers, scales + r, lows + r, row);
+        for (int t = 0; s.channel_major && t < tokens; t++) out[t * stride + r] = column[t];
     }
     if (channels < stride)
         for (int t = 0; t < tokens; t++) std::memset(out + t * stride + channels, 0, 4 * (stride - channels));
