@@ -2,7 +2,9 @@
 by NVRTC through CuPy for the exact shape, run on torch's current stream.
 
 Codes, scales and lows equal the definition's on a CPU bit for bit, subnormals included. Attention multiplies codes in
-TF32 with every query, score and weight split in two, and sums in float32: as accurate as float32, not the same bits.
+TF32 with every query, score and weight split in two, and sums in float32 over runs of at most `LONGEST_RUN` tokens.
+Before it is rounded to the query's dtype, it is within 2⁻²⁰ · (8 + max|logit|) · max|v| of float64 attention over the
+decoded values: what is left of a logit is a share of it, and the rest doesn't grow with the length.
 Importing this needs neither CuPy nor a GPU.
 """
 
@@ -31,6 +33,8 @@ BIT_EXACT = ("--fmad=false", "--prec-div=true")
 SEAL_THREADS = 256
 RESIDENT_BLOCKS = 4
 """Thread blocks of attention a multiprocessor should have, to hide the memory's latency."""
+LONGEST_RUN = 1024
+"""Tokens that a warp sums up one after another, at most about: the rounding of float32 adds up."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,14 @@ def decode_attention(
 
 
 def _splits(kernels: Attention, others: int, tokens: int, capacity: int, device: torch.device) -> tuple[int, int]:
-    """Splits of the packed blocks and of the exact tail: all thread blocks together fill the device about once, and
-    each warp has two steps or more."""
+    """Splits of the packed blocks and of the exact tail: all thread blocks together fill the device about once or more,
+    each warp has two steps or more, and none more than `LONGEST_RUN` tokens."""
     fill = -(-RESIDENT_BLOCKS * _multiprocessors(device) // others)
-    packed = -(-tokens // (2 * kernels.step * kernels.warps))
-    tail = -(-capacity // (2 * kernels.tail_step * kernels.warps))
-    return min(fill, packed), max(1, min(fill, tail))
+
+    def splits(tokens: int, step: int) -> int:
+        return min(max(fill, -(-tokens // (LONGEST_RUN * kernels.warps))), -(-tokens // (2 * step * kernels.warps)))
+
+    return splits(tokens, kernels.step), max(1, splits(capacity, kernels.tail_step))
 
 
 def source(name: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import POLICIES, check_generation, check_stream
-from cuda_cases import check_length
 from stream import policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,12 +37,6 @@ def test_a_stream_is_the_definitions_byte_for_byte(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_pages_of_a_generation_are_the_definitions(name: str, options: dict[str, Any], llama: Any) -> None:
     check_generation(llama, name, DEVICE, **options)
-
-
-@pytest.mark.parametrize("blocks", [1, 2048])
-def test_attention_error_does_not_grow_with_length(blocks: int) -> None:
-    """CASES 10: from 64 to 131,072 tokens, one bound."""
-    check_length(blocks, DEVICE)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

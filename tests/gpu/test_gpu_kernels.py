@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import pairwise
-from cuda_cases import Case, check_attention, check_pages, unaligned
+from cuda_cases import Case, check_attention, check_pages, length_error, unaligned
 from not_finite import BAD, CASES, check, problem, spoiled
 
 from kvdrift.kernels import cuda, definition
@@ -27,6 +27,16 @@ def test_pages_equal_the_definition_bit_for_bit(case: Case) -> None:
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_attention_is_as_good_as_float32(case: Case, queries: int) -> None:
     check_attention(replace(case, queries=queries), "cuda")
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2048])
+def test_attention_error_does_not_grow_with_length(blocks: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES 10: from 64 to 131,072 tokens, one bound, whether many splits or few fill the device."""
+    if few:
+        monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 2)
+    error, allowed = length_error(blocks, "cuda")
+    assert error <= allowed
 
 
 def test_inputs_may_have_any_strides() -> None:
