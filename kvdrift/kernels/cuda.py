@@ -3,8 +3,8 @@ by NVRTC through CuPy for the exact shape, run on torch's current stream.
 
 Codes, scales and lows equal the definition's on a CPU bit for bit, subnormals included. Attention multiplies codes in
 TF32 with every query, score and weight split in two, and sums in float32 over runs of at most `LONGEST_RUN` tokens.
-Before it is rounded to the query's dtype, it is within 2⁻²⁰ · (8 + max|logit|) · max|v| of float64 attention over the
-decoded values: what is left of a logit is a share of it, and the rest doesn't grow with the length.
+Before it is rounded to the query's dtype, it is within 2⁻²⁰ · (8 + max Σ|q·k|) · max|v| of float64 attention over the
+decoded values, q scaled, at any length.
 Importing this needs neither CuPy nor a GPU.
 """
 

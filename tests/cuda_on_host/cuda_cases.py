@@ -148,7 +148,8 @@ def check_attention(
     assert out.dtype == dtype
     assert out.shape == query.shape
     # TF32 products of numbers split in two leave 2⁻²¹ of each logit; then one rounding to the output's dtype. The bound
-    # is that of `cuda`, but for the largest answer in the place of the largest value: values here are around 1.
+    # is that of `cuda`, and tighter: the largest answer for the largest value, as values are around 1, and a logit for
+    # the sum of what it is made of.
     largest = meant.abs().amax()
     bound = largest * (2**-20 * (8 + logits) + torch.finfo(dtype).eps / 2)
     assert (out.cpu().double() - meant).abs().amax() <= bound
