@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -55,3 +56,15 @@ def llama() -> Any:
 def llama_bf16() -> Any:
     """The same in bfloat16."""
     return tiny_llama("bfloat16")
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the repository's stages and configuration, in which a test runs, with the smoke profile selected."""
+    from clone import clone  # late: other rooms' tests need none of what it brings
+
+    root = clone(tmp_path / "a clone")
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return root

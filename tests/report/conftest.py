@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from made_up import Run, made_up
+from probing import cells_frame
 from spoiling import CANDIDATE, FILES
+from staging import finish
 
 from kvdrift.report.evidence import Evidence
 
@@ -44,3 +47,14 @@ def file(healthy: Run, request: pytest.FixtureRequest) -> Iterator[Path]:
     before = path.read_bytes()
     yield path
     path.write_bytes(before)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One finished run for all tests that write what is already there, or nothing."""
+    run = made_up(tmp_path_factory.mktemp("run"))
+    cells_frame().write_parquet(run.path("sensitivity", "cells.parquet"))
+    floor = pl.read_parquet(run.path("logits", "exact.parquet")).with_columns(schedule=pl.lit("alone"))
+    floor.write_parquet(run.path("reference", "noise_floor.parquet"))
+    finish(run)
+    return run

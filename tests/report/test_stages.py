@@ -1,67 +1,17 @@
 """The verdict and frontier stages as dvc runs them, on a made-up run. `python -m pytest tests/report/test_stages.py`"""
 
-import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stdout
-from io import StringIO
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
-from made_up import Run, made_up
-from probing import cells_frame
+from made_up import Run
+from staging import ROOT, finish, read, written
 
-from kvdrift.composed import load_stage
-from kvdrift.config import ConfigError, check, compose
-
-ROOT = Path(__file__).parent.parent.parent
 PLOTS = ("heatmap", "attention", "recall", "frontier", "latency")
-
-
-def stage(run: Run, name: str, *overrides: str) -> str:
-    """What a stage prints when its own configuration is composed in the run's folder, as dvc would start it there."""
-    main = load_stage(ROOT / "stages" / f"{name}.py")
-    with chdir(run.root), redirect_stdout(StringIO()) as out:
-        inspect.unwrap(main)(check(compose(name, overrides, ROOT / "conf"), main.schema))
-    return out.getvalue()
-
-
-def finish(run: Run, policies: list[str] | None = None) -> str:
-    """Every verdict, then the frontier."""
-    for name in run.policies:
-        stage(run, "verdict", f"plan={name}", "gates=laptop")
-    for folder in ("kvdrift/quantizers", "kvdrift/kernels", "kvdrift/cache", "stages"):
-        (run.root / folder).mkdir(parents=True, exist_ok=True)
-        (run.root / folder / "code.py").write_text("pass\n")
-    (run.root / "params.yaml").write_text(f"policies: [{', '.join(policies or run.policies)}]\n")
-    return stage(run, "frontier")
-
-
-def read(run: Run, path: str) -> Any:
-    return json.loads((run.root / path).read_text())
-
-
-def written(run: Run) -> dict[str, bytes]:
-    folders = [run.root / name for name in ("data/release", "data/verdict", "metrics", "plots")]
-    files = [path for folder in folders for path in folder.iterdir()] + [run.root / "data/changed_examples.jsonl"]
-    return {path.relative_to(run.root).as_posix(): path.read_bytes() for path in files}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One finished run for all tests that write what is already there, or nothing."""
-    run = made_up(tmp_path_factory.mktemp("run"))
-    cells_frame().write_parquet(run.path("sensitivity", "cells.parquet"))
-    floor = pl.read_parquet(run.path("logits", "exact.parquet")).with_columns(schedule=pl.lit("alone"))
-    floor.write_parquet(run.path("reference", "noise_floor.parquet"))
-    finish(run)
-    return run
 
 
 def test_the_accepted_candidate_ships_from_its_break_even_up_to_what_was_evaluated(finished: Run) -> None:
@@ -183,73 +133,6 @@ def test_a_map_that_is_missing_or_torn_stops_no_receipt(run: Run, content: bytes
     finish(run)
     text = (run.root / "data/release/receipt.md").read_text().split("## Probes")[1]
     assert text.strip().startswith("not measured.")
-
-
-DAMAGED = [
-    ("verdict/kivi4.json", "{", "run `dvc repro -f -s verdict@kivi4`"),
-    ("verdict/kivi4.json", None, "No such file"),
-    ("plans/kivi4.json", None, "run `dvc repro -f -s plan@kivi4`"),
-    ("model/manifest.json", "{}", "manifest has no shape; run `dvc repro -f -s model`"),
-    ("preflight/device.json", "[]", "device is []; allowed: an object; run `dvc repro -f -s preflight`"),
-    ("preflight/software.json", '{"torch": 2}', "software.torch is 2; allowed: null"),
-    ("calibration/calibration.json", '{"coverage": 1}', "calibration.coverage is 1; allowed: an object"),
-    ("reference/noise_floor.parquet", "PAR1 torn", "run `dvc repro -f -s reference`"),
-    ("latency/kivi4.json", "{", "verdict.decision is 'accept'; expected: 'reject'; latency: "),
-    ("quantize/kivi4.json", "null", "expected: 'reject'; packing: "),
-    ("generate/kivi4.parquet", "torn", "expected: 'reject'; generations: "),
-    ("drill/kivi4.json", "[]", "expected: 'reject'; drill: "),
-]
-
-
-@pytest.mark.parametrize(("file", "content", "told"), DAMAGED)
-def test_what_is_damaged_ends_the_frontier_with_one_line(
-    file: str, content: str | None, told: str, finished: Run
-) -> None:
-    """What a verdict was given on, too, since that verdict no longer is what its evidence says."""
-    path = finished.path(*file.split("/"))
-    with replaced(path, content):
-        before = written(finished)
-        line = refused(finished)
-        assert told in line
-        assert f"data/{file}" in line or file.startswith(("latency", "quantize", "generate", "drill"))
-        assert written(finished) == before
-
-
-@pytest.mark.parametrize(
-    ("field", "other"),
-    [("decision", "accept"), ("exact", True), ("metrics", {"bytes": 0.001}), ("cells", []), ("gates", [])],
-)
-def test_a_verdict_that_its_evidence_does_not_bear_out_ships_nothing(field: str, other: Any, finished: Run) -> None:
-    path = finished.path("verdict", "kivi2.json")
-    with replaced(path, json.dumps(json.loads(path.read_text()) | {field: other})):
-        assert f"kivi2.json can't be used: verdict.{field}" in refused(finished)
-
-
-def test_the_noise_floor_is_told_if_it_is_one(finished: Run) -> None:
-    assert "| floor: alone |" in (finished.root / "data/release/receipt.md").read_text()
-    path = finished.path("reference", "noise_floor.parquet")
-    rows = pl.read_parquet(path)
-    with replaced(path, ""):
-        rows.with_columns(kl=pl.lit(-1.0)).write_parquet(path)
-        assert "noise_floor.parquet can't be used: kl is -1.0 in the row with schedule alone" in refused(finished)
-
-
-@contextmanager
-def replaced(path: Path, content: str | None) -> Iterator[None]:
-    """Another content, or no such file, put back afterwards."""
-    before = path.read_bytes()
-    path.unlink()
-    if content is not None:
-        path.write_text(content)
-    yield
-    path.write_bytes(before)
-
-
-def refused(run: Run) -> str:
-    with pytest.raises(ConfigError) as error:
-        stage(run, "frontier")
-    (line,) = str(error.value).splitlines()
-    return line
 
 
 def test_latency_that_a_verdict_rejects_is_not_measured_in_the_receipt(run: Run) -> None:
