@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,12 +68,16 @@ def test_chunked_streamed_and_one_shot_pages_are_equal_to_the_byte(
 
 
 @pytest.mark.parametrize("prefill", ["exact", "packed"])
-def test_packed_tokens_at_every_length_modulo_block(prefill: str) -> None:
+@pytest.mark.parametrize("first", [1, 70])
+def test_packed_tokens_at_every_length_modulo_block(backend: str, first: int, prefill: str) -> None:
+    """Token by token, from the start or after a prefill in which a block ages: spans, window and answers."""
     made = policy(sink_tokens=4, residual_window=28, prefill=prefill)
     everything, fed = tokens(140), stream(made)
-    for position in range(140):
-        fed.feed(everything.span(position, position + 1))
-        length, until = position + 1, packed_until(made, position)
+    expected = oracle(made, everything, prefill=first if prefill == "exact" else 0)
+    for start, length in pairwise([0, *range(first, 141)]):
+        answer = fed.feed(everything.span(start, length))
+        assert (answer.double() - expected[:, :, start:length]).abs().max() < 2e-5
+        until = packed_until(made, length - 1)
         spans = fed.packed_spans()
         assert sum(stop - start for start, stop in spans) == until - made.sink_tokens
         assert fed.layer.length(0) == fed.layer.get_seq_length() == length
