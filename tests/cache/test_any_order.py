@@ -157,5 +157,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def test_arrivals_cuts_and_reorders_in_any_order_answer_as_the_model_does(backend: str) -> None:
-    examples = 50 if backend == "native" else 10
+    examples = 40 if backend == "native" else 5
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=examples, stateful_step_count=10))
