@@ -3,8 +3,9 @@
     python benchmarks/memory.py --json memory.json
 
 Reads data/model. Bytes are read off the storages and off torch's allocators, never inferred. `theirs` of the `packed`
-and `allocated` rows is the ledger's figure, of the `peak` rows the exact cache's. The first `peak decode` row counts
-what the cache holds and what a step allocates beyond a step over one token; its `theirs` is the exact cache's bytes.
+and `allocated` rows is the ledger's figure, of the `peak` rows the exact cache's. `peak decode` is of the last step
+that seals a block; beside the exact cache's bytes it counts what ours holds and what the step allocates beyond one
+over one token. Pages grow as `generate` lets them, or are `reserved` once, as a server does.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from rows import Row, machine, report
 from kvdrift.ledger import account
 from kvdrift.measure.bench import Bench, Work, held_bytes
 from kvdrift.measure.memory import peak_allocation
+from kvdrift.policy import packed_blocks
 
 
 def decode_peak(made: Bench, make: Callable[[int, int], Any], tokens: int) -> tuple[int, int]:
-    """Bytes held by a filled cache, and transient bytes of one decode step."""
-    caches: list[Any] = []
+    """Bytes held before the decode step that brings a cache to `tokens` tokens, and the most that it adds to them."""
+    held = list[int]()
 
     def prepare() -> Work:
-        caches.append(make(1, tokens))
-        return made.decode(caches[0], 1)
+        cache = make(1, max(1, tokens - 2))  # the step before is run first, unmeasured
+        step = made.decode(cache, 1)
+
+        def decode() -> None:
+            held.append(held_bytes(cache))
+            step()
+
+        return decode
 
     transient = peak_allocation(prepare, made.device)
-    return held_bytes(caches[0]), transient
+    return held[-1], transient
 
 
 def rows(made: Bench, tokens: int) -> list[Row]:
@@ -49,10 +57,12 @@ def rows(made: Bench, tokens: int) -> list[Row]:
         _row(case + "allocated", held_bytes(made.packed(1, tokens)), ledger.format_bytes),
     ]
     idle = decode_peak(made, lambda batch, _: made.dynamic(batch, 1), 1)[1]
-    ours, theirs = decode_peak(made, made.packed, tokens), decode_peak(made, made.dynamic, tokens)
-    cache = ours[0] + max(0, ours[1] - idle)
-    found.append(_row(case + "peak decode / exact cache's bytes", cache, shape.layers * shape.token_bytes * tokens))
-    found.append(_row(case + "peak decode / exact peak decode", sum(ours), sum(theirs)))
+    seals = max(n for n in range(1, tokens + 1) if packed_blocks(made.policy, n) > packed_blocks(made.policy, n - 1))
+    exact, theirs = shape.layers * shape.token_bytes * seals, sum(decode_peak(made, made.dynamic, seals))
+    for pages, room in (("", None), (", reserved", 2)):
+        held, transient = decode_peak(made, lambda batch, length, room=room: made.packed(batch, length, room), seals)
+        found.append(_row(f"{case}peak decode{pages} / exact bytes", held + max(0, transient - idle), exact))
+        found.append(_row(f"{case}peak decode{pages} / exact peak", held + transient, theirs))
     prefills = [
         peak_allocation(lambda empty=empty: made.prefill(empty, 1, tokens), made.device)
         for empty in (made.empty_packed, made.empty_dynamic)

@@ -85,6 +85,7 @@ class Sequences:
 
     def fill(self, rows: Sequence[tuple[Float[Tensor, "kv_heads _ d"], Float[Tensor, "kv_heads _ d"]]]) -> None:
         """All tokens of every (still empty) sequence at once: seal what is due, in one go, keep the rest exact."""
+        rows = [(keys.detach(), values.detach()) for keys, values in rows]
         aged = [self._aged(s, *row) for s, row in enumerate(rows)]
         due = [s for s, (keys, _) in enumerate(aged) for _ in keys]
         if due:
@@ -130,12 +131,12 @@ class Sequences:
         self._make_room(max(self.exact[s] for s in rows) + new)
         if len(rows) == len(self.exact) and len(set(self.exact)) == 1:
             span = slice(self.exact[0], self.exact[0] + new)
-            self.keys[:, :, span], self.values[:, :, span] = keys, values
+            self.keys[:, :, span], self.values[:, :, span] = keys.detach(), values.detach()
             self.exact_lengths += new
         else:
             for s in rows:
                 span = slice(self.exact[s], self.exact[s] + new)
-                self.keys[s, :, span], self.values[s, :, span] = keys[s], values[s]
+                self.keys[s, :, span], self.values[s, :, span] = keys[s].detach(), values[s].detach()
                 self.exact_lengths[s] += new
         for s in rows:
             self.exact[s] += new
@@ -296,7 +297,7 @@ class Sequences:
     def _hold(self, buffer: Float[Tensor, "2 batch kv_heads capacity head_dim"]) -> None:
         """Let this be the exact buffer. It is one tensor, so that one call moves keys and values alike."""
         self.buffer = buffer
-        self.keys, self.values = buffer.unbind()
+        self.keys, self.values = buffer[0], buffer[1]
 
     def _move(self, s: int, start: int, to: int) -> None:
         """Move the exact tokens from `start` on to `to`."""

@@ -260,3 +260,17 @@ def test_a_mask_of_one_row_is_every_sequences(llama: Any) -> None:
     with torch.inference_mode():
         llama(ids, attention_mask=mask, cache=cache)
     assert [cache.layers[0].length(s) for s in range(2)] == [53, 53]
+
+
+def test_a_forward_pass_outside_no_grad_keeps_no_graph(llama: Any) -> None:
+    ids = prompt(1, 97, padded=False)["input_ids"]
+    caches = [PackedCache(policy(), llama.config) for _ in "ab"]
+    for cache, grad in zip(caches, (True, False), strict=True):
+        with torch.set_grad_enabled(grad):
+            for span in (ids[:, :90], *ids[:, 90:].split(1, dim=1)):
+                llama(span, cache=cache)
+    tensors = [[t for layer in cache.layers for group in layer.storages().values() for t in group] for cache in caches]
+    assert not any(t.requires_grad for t in tensors[0])
+    assert all(layer.packed for layer in caches[0].layers)
+    exact = [[layer.sequences.buffer[:, :, :, : layer.exact[0]] for layer in cache.layers] for cache in caches]
+    assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
