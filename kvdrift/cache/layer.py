@@ -121,12 +121,12 @@ class PackedLayer(CacheLayerMixin):
     @property
     def exact(self) -> list[int]:
         """Exact tokens of each packed sequence, held blocks included."""
-        return [] if self.sequences is None else self.sequences.exact
+        return [] if self.sequences is None else self.sequences.exact.lengths
 
     @property
     def held(self) -> list[int]:
         """How many of them are sinks and held blocks."""
-        return [] if self.sequences is None else self.sequences.held
+        return [] if self.sequences is None else self.sequences.exact.held
 
     @property
     def escalated_blocks(self) -> int:
@@ -153,8 +153,8 @@ class PackedLayer(CacheLayerMixin):
         if self.sequences is None:
             return {"exact": self.dense, "rollback": [], "tables": real}
         held = self.sequences
-        tables = [held.tables.both, held.exact_lengths, *real]
-        return {"exact": [held.buffer], "rollback": held.rollback, "tables": tables}
+        tables = [held.tables.both, held.exact.on_device, *real]
+        return {"exact": [held.exact.both], "rollback": held.shadows.tensors, "tables": tables}
 
     # -- taking tokens in ------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class PackedLayer(CacheLayerMixin):
             real = self.real
             if real is None:
                 real = torch.ones(self.batch_size, self.seen, dtype=torch.bool, device=self.device)
-            self.keys, self.values = self.sequences.to_dense(real)
+            self.keys, self.values = self.sequences.exact.to_dense(real)
             self.sequences = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

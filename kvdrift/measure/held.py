@@ -34,8 +34,8 @@ def reconcile(stored: Stored, policy: CachePolicy, shape: CacheShape) -> dict[st
         sequences = Sequences(binding, pool, keys)
         sequences.fill([(keys[0], values[0])])
         escalated += sum(segment.page < 0 for segment in sequences.segments[0])
-        tables = [sequences.tables.both, sequences.exact_lengths]
-        held += [pool.arena, sequences.buffer, *sequences.rollback, *tables]
+        tables = [sequences.tables.both, sequences.exact.on_device]
+        held += [pool.arena, sequences.exact.both, *sequences.shadows.tensors, *tables]
     held_bytes = sum(t.untyped_storage().nbytes() for t in held)
     exact_bytes = escalated * policy.block * shape.token_bytes
     return counted.to_dict() | {

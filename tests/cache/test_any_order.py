@@ -149,7 +149,11 @@ class AnyOrder(RuleBasedStateMachine):
             assert [layer.length(s) for s in rows] == [x.length for x in self.model]
         assert [self.fed.packed_spans(s) for s in rows] == [list(pairwise(x.edges)) for x in self.model]
         if layer.packed:
-            held = [x[s, :, : layer.exact[s]] for s in rows for x in (layer.sequences.keys, layer.sequences.values)]
+            held = [
+                x[s, :, : layer.exact[s]]
+                for s in rows
+                for x in (layer.sequences.exact.keys, layer.sequences.exact.values)
+            ]
             assert all(torch.equal(a, b) for a, b in zip(held, (x for m in self.model for x in m.exact), strict=True))
         if layer.is_initialized:
             assert layer.pool.used == len({x.page for row in layer.segments for x in row})

@@ -34,7 +34,7 @@ def test_a_block_that_does_not_fit_is_held_exact_and_counted(backend: str, value
     assert fed.cache.escalated_blocks == 1
     assert fed.layer.pool.used == 2
     assert fed.layer.held == [32]
-    kept = fed.layer.sequences.keys[0, :, :32]
+    kept = fed.layer.sequences.exact.keys[0, :, :32]
     assert kept.numpy().tobytes() == everything.k[0, :, 32:64].contiguous().numpy().tobytes()
     assert fed.cache.ledger().format_bytes == fed.cache.storage_bytes()
 

@@ -272,5 +272,5 @@ def test_a_forward_pass_outside_no_grad_keeps_no_graph(llama: Any) -> None:
     tensors = [[t for layer in cache.layers for group in layer.storages().values() for t in group] for cache in caches]
     assert not any(t.requires_grad for t in tensors[0])
     assert all(layer.packed for layer in caches[0].layers)
-    exact = [[layer.sequences.buffer[:, :, :, : layer.exact[0]] for layer in cache.layers] for cache in caches]
+    exact = [[layer.sequences.exact.both[:, :, :, : layer.exact[0]] for layer in cache.layers] for cache in caches]
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))

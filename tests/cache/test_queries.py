@@ -103,7 +103,7 @@ def test_case_1_sinks_and_window_are_bit_exact() -> None:
     fed.feed(everything.span(0, 100))
     for position in range(100, 200):
         fed.feed(everything.span(position, position + 1))
-        kept = fed.layer.sequences.keys[0, :, : fed.layer.exact[0]]
+        kept = fed.layer.sequences.exact.keys[0, :, : fed.layer.exact[0]]
         assert torch.equal(kept[:, :4], everything.k[0, :, :4])
         assert torch.equal(kept[:, -60:], everything.k[0, :, position - 59 : position + 1])
 

@@ -20,7 +20,7 @@ def state(fed: Stream) -> dict[str, Any]:
     if not layer.packed:
         return {"seen": layer.seen, "dense": [_bytes(x) for x in layer.dense]}
     rows = range(layer.batch_size)
-    buffers = (layer.sequences.keys, layer.sequences.values)
+    buffers = (layer.sequences.exact.keys, layer.sequences.exact.values)
     return {
         "seen": layer.seen,
         "pages": [fed.pages(s) for s in rows],
@@ -139,7 +139,7 @@ def test_a_cut_of_any_depth_keeps_the_remaining_tokens_and_frees_the_pages(
             held = [p for x in layer.segments[0] if x.page < 0 for p in range(x.start, x.start + x.tokens)]
             sinks = list(range(min(16, left)))
             order = sinks + held + [p for p in exact if p not in {*sinks, *held}]
-            assert torch.equal(layer.sequences.keys[0, :, : layer.exact[0]], everything.k[0, :, order])
+            assert torch.equal(layer.sequences.exact.keys[0, :, : layer.exact[0]], everything.k[0, :, order])
             assert layer.pool.used == len([x for x in layer.segments[0] if x.page >= 0])
         else:
             assert torch.equal(layer.keys, everything.k[:, :, :left])

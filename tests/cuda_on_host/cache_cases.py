@@ -43,8 +43,8 @@ def state(fed: Stream) -> dict[str, Any]:
     return {
         "pages": [[_bytes(held.pool.arena[x.page]) for x in row] for row in layer.segments],
         "spans": [[(x.start, x.tokens) for x in row] for row in layer.segments],
-        "exact": [_bytes(held.buffer[:, s, :, : layer.exact[s]]) for s in rows],
-        "lengths": held.exact_lengths.tolist(),
+        "exact": [_bytes(held.exact.both[:, s, :, : layer.exact[s]]) for s in rows],
+        "lengths": held.exact.on_device.tolist(),
         "table": _bytes(held.tables.both),
     }
 
@@ -134,6 +134,6 @@ def check_generation(llama: Any, name: str, device: str, **options: Any) -> None
     for page in used:
         assert torch.equal(cache.packed_layers[0].pool.arena[page, HEADER_BYTES:].cpu(), packed[page][HEADER_BYTES:])
     assert cache.ledger().format_bytes == cache.storage_bytes()
-    assert {x.device.type for layer in cache.packed_layers for x in layer.sequences.rollback} == {
+    assert {x.device.type for layer in cache.packed_layers for x in layer.sequences.shadows.tensors} == {
         torch.device(device).type
     }
