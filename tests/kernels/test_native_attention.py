@@ -1,4 +1,4 @@
-"""Attention over packed blocks and exact tokens: `pytest tests/kernels/test_attention.py`.
+"""Attention over packed blocks and exact tokens: `pytest tests/kernels/test_native_attention.py`.
 
 Native and definition are compared with float64 attention over the decoded values.
 """
