@@ -1,7 +1,7 @@
 """The native kernels as other CPUs have them, on this one: `pytest tests/kernels/test_variants.py`.
 
 Each variant is compiled and run in a process of its own, both side by side, on what test_native.py and
-test_attention.py draw.
+test_native_attention.py draw.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VARIANTS = {"without AVX-512": "-DKVDRIFT_PORTABLE -O1", "without VNNI": "-DKVDR
 RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import test_attention, test_native, torch
+import test_native_attention, test_native, torch
 from hypothesis import given, settings
 torch.set_num_threads(1)
 for drawn, test in (
     (test_native.PAGES, test_native.test_pages_equal_the_definition),
     (test_native.SIXTEEN_BITS, test_native.test_case_4_pages_of_any_sixteen_bits),
-    (test_attention.ATTENTION, test_attention.test_attention_is_near_float64),
+    (test_native_attention.ATTENTION, test_native_attention.test_attention_is_near_float64),
 ):
     settings(max_examples=60, deadline=None, derandomize=True)(given(*drawn)(test.hypothesis.inner_test))()
 """
@@ -46,7 +46,7 @@ def test_pages_equal_the_definition_and_attention_is_near_float64(tmp_path: Path
         environment["PYTHONPATH"] = str(HERE.parents[1])
         command = [sys.executable, "-c", RUN, str(HERE)]
         processes[variant] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    errors = {variant: process.communicate(timeout=300)[1] for variant, process in processes.items()}
     for variant, process in processes.items():
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{variant}: {errors}"
+        assert process.returncode == 0, f"{variant}: {errors[variant]}"
         assert len(list((tmp_path / variant).iterdir())) == 1
