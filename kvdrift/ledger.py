@@ -193,7 +193,8 @@ def load_policy(name: str, folder: Path = Path("conf/policy")) -> CachePolicy:
         raise PolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, dict) and "search" in raw:
         raise PolicyError(f"policy {name!r} is searched for; use data/plans/{name}.json once `dvc repro` has made it")
-    return from_dict(raw, name=path.stem)
+    named = raw.get("name") if path.suffix == ".json" and isinstance(raw, dict) else None  # as kvdrift writes them
+    return from_dict(raw, name=named or path.stem)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from kvdrift.cache.layer import Arrival
 from kvdrift.cache.sequences import Sequences
 
 NAME = "kvdrift"
+UNKNOWN = ("s_aux", "softcap", "position_bias")
+"""What some models change scores by (attention sinks, soft-capping, biases); to leave it out would answer wrongly."""
 
 
 def attention(
@@ -34,6 +36,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch new query_heads head_dim"], None]:
     """Transformers' attention interface. Layers that the policy keeps exact arrive as tensors and go to sdpa."""
+    if unknown := [name for name in UNKNOWN if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"the model's attention takes {', '.join(unknown)}, which kvdrift's doesn't know; serve it on its own"
+        )
     if not isinstance(key, Arrival):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer, keys, values = key.layer, key.keys, key.values

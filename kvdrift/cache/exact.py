@@ -7,6 +7,7 @@ in the buffer; which of them age is decided in `sequences.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,6 +28,11 @@ class ExactTokens:
         self.held = [policy.sink_tokens] * batch
         """How many of them come before the tail, once the sinks are there."""
         self.write_lengths()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's keys and values are views of its own buffer."""
+        vars(self).update(state)
+        self._set(self.both)
 
     def _set(self, both: Float[Tensor, "2 batch kv_heads capacity head_dim"]) -> None:
         self.both = both
@@ -121,8 +127,10 @@ class ExactTokens:
 
     def drop_room(self) -> None:
         """Shrink a buffer that gathered more than a block at a time, as it does until `min_length` is reached."""
-        needed = max(max(self.held) + self.policy.residual_window + self.policy.block, *self.lengths)
-        if needed + self.policy.block <= self.both.shape[3]:
+        block = self.policy.block
+        steady, longest = max(self.held) + self.policy.residual_window + block, max(self.lengths)
+        needed = steady if longest <= steady else -(-longest // block) * block
+        if needed < self.both.shape[3]:
             self._set(self.both[:, :, :, :needed].clone())
 
     def _make_room(self, tokens: int) -> None:

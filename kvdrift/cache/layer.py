@@ -69,6 +69,12 @@ class PackedLayer(CacheLayerMixin):
                 f"the model computes in {key_states.dtype} and its config says {8 * self.layout.dtype_bytes}-bit; "
                 "pass PackedCache(…, dtype=model.dtype)"
             )
+        found, expected = {(x.shape[1], x.shape[3]) for x in (key_states, value_states)}, self.layout
+        if found != {(expected.kv_heads, expected.head_dim)}:
+            raise ValueError(
+                f"layer {self.index} has (KV heads, head_dim) of {sorted(found)} and the model's config says "
+                f"{(expected.kv_heads, expected.head_dim)}; layers that differ can't be packed, serve the model exact"
+            )
         self.device = key_states.device
         self.pool = self._pages.pool(self.index, self.device)
         self.is_initialized = True
@@ -161,8 +167,15 @@ class PackedLayer(CacheLayerMixin):
     def admit(self, counts: Sequence[int], new: int) -> int:
         """Blocks that become due when an arrival of `new` columns brings counts[s] real tokens to each sequence.
 
-        Raises PoolExhausted, with the layer as it was before `update`, when a pool of fixed size can't hold them.
+        Raises, with the layer as it was before `update`, PoolExhausted when a pool of fixed size can't hold them, and
+        ValueError when the arrival isn't of the sequences that are here.
         """
+        if self.batch_size not in (-1, len(counts)):
+            self.seen -= new
+            raise ValueError(
+                f"{len(counts)} sequences arrive and the cache holds {self.batch_size}; choose with "
+                "batch_select_indices or batch_repeat_interleave, or reset() it"
+            )
         if self.sequences is not None:
             due = sum(self.sequences.due(s, count) for s, count in enumerate(counts))
         else:

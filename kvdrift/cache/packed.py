@@ -29,9 +29,9 @@ class PackedCache(Cache):
     """A cache under `policy` for a model of this `config`.
 
     Layers that can't be packed (sliding window, linear attention) keep Transformers' own cache and are listed in
-    `unpacked`. With `batch` and `max_tokens` the pages are allocated once, exactly, and running past them raises
-    PoolExhausted; without, pools grow. `dtype` is the model's, where its config doesn't say. `pack_ranges[layer]`
-    confines packing to cells.
+    `unpacked`. With `batch` and `max_tokens` the pages are allocated once, and a block that finds none raises
+    PoolExhausted, before anything changes; without, pools grow. `dtype` is the model's, where its config doesn't say.
+    `pack_ranges[layer]` confines packing to cells.
 
     Raises PolicyError when the policy doesn't fit the shape, ValueError when the model doesn't use the kvdrift
     attention function.
@@ -80,7 +80,10 @@ class PackedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest |tokens_to_remove| tokens; one that can't (a full sliding window) raises first."""
+        """Drop the newest |tokens_to_remove| tokens; what can't be (too many, a full sliding window) raises first."""
+        held = min((layer.get_seq_length() for layer in self.packed_layers), default=-tokens_to_remove)
+        if -tokens_to_remove > held:
+            raise ValueError(f"crop({tokens_to_remove}) of a cache of {held} tokens; remove at most {held}")
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, PackedLayer)):
             layer.crop(tokens_to_remove)
 
@@ -135,9 +138,9 @@ class PackedCache(Cache):
                 self._count(layer, sums)
                 tokens = sum(layer.length(s) for s in range(max(layer.batch_size, 0)))
             else:
-                held = [t for t in (layer.keys, layer.values) if t is not None]
-                sums["exact_tokens"] += sum(t.untyped_storage().nbytes() for t in held)
-                tokens = held[0].shape[0] * held[0].shape[2] if held else 0
+                sums["exact_tokens"] += sum(t.untyped_storage().nbytes() for t in _states(layer))
+                keys = getattr(layer, "keys", None)
+                tokens = 0 if keys is None else keys.shape[0] * keys.shape[2]
             sums["reference"] += tokens * self.shape.token_bytes
             for quantizer in (quantizers.key, quantizers.value):
                 bits = quantizer.bits if quantizer and isinstance(layer, PackedLayer) else 8 * self.shape.dtype_bytes
@@ -164,5 +167,10 @@ class PackedCache(Cache):
             if isinstance(layer, PackedLayer):
                 tensors += [t for group in layer.storages().values() for t in group]
             else:
-                tensors += [t for t in (layer.keys, layer.values) if t is not None]
+                tensors += _states(layer)
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _states(layer: Any) -> list[Tensor]:
+    """What a layer of Transformers' own holds: keys and values, or the states of linear attention."""
+    return [t for t in vars(layer).values() if isinstance(t, Tensor)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +40,14 @@ class Sequences:
         self.exact, self.shadows = ExactTokens(self.policy, like), Shadows(self.policy, like)
         self.segments: list[list[Segment]] = [[] for _ in range(like.shape[0])]
         self._write_tables()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the backend, a module, so that a cache can be copied."""
+        return {name: value for name, value in vars(self).items() if name != "backend"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.backend = dispatch.backend(self.exact.both.device)
 
     # -- lengths ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,11 @@ class Tables:
             both = [[[x] for x in part] for part in zip(*column, strict=True)]
             made = torch.tensor(both, dtype=torch.int32, device=self.both.device)
             self._set(torch.cat([self.both, made], dim=2))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's parts are views of its own tensor."""
+        vars(self).update(state)
+        self._set(self.both)
 
     def _set(self, both: torch.Tensor) -> None:
         self.both = both

@@ -34,14 +34,17 @@ def library() -> ctypes.CDLL:
 
     Raises NativeUnavailable without a C++ compiler, when it refuses the sources, or where the folder can't be used.
     """
-    path = cache_folder() / f"native-{build_id()}.so"
     try:
+        path = cache_folder() / f"native-{build_id()}.so"
         if not _whole(path):
             _compile(path)
         kernels = ctypes.CDLL(str(path))
-    except OSError as error:
+    except NativeUnavailable:
+        raise
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
+        folder = os.environ.get("KVDRIFT_CACHE") or "~/.cache/kvdrift"
         raise NativeUnavailable(
-            f"can't compile into {path.parent} or load from there ({error}); "
+            f"can't compile into {folder} or load from there ({error}); "
             "set KVDRIFT_CACHE to a folder that can be written to and may hold libraries"
         ) from error
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

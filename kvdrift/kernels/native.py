@@ -3,7 +3,8 @@
 The five functions mean what they mean in `definition`. Codes, scales and lows are equal bit for bit; attention is
 accumulated in float32 over runs of at most 32 blocks (where the CPU has VNNI, codes are multiplied as bytes, by factors
 of 24 bits). Before it is rounded to the query's dtype, it is within 2⁻²¹ · (4 + max Σ|q·k|) · max|v| + 1e-28 of float64
-attention over the decoded values: 1e-5 · max|v| at usual logits.
+attention over the decoded values: 1e-5 · max|v| at usual logits. For keys per token with one group a head, whose scores
+are taken apart into scale and low, Σ|q| · max|k| stands in place of Σ|q·k|.
 """
 
 from __future__ import annotations

@@ -216,6 +216,9 @@ def _unsupported(
         silent = [row["cohort"] for row in verdict["cohorts"] if row["status"] == "inconclusive"]
         if silent:
             found.append(f"cohorts too small to conclude on drift: {', '.join(silent)}")
+        failed = [row["cohort"] for row in verdict["cohorts"] if row["status"] == "fail"]
+        if failed:
+            found.append(f"cohorts with more drift than the limit, critical or not: {', '.join(failed)}")
     found += [f"not available in the latency measurement: {name}" for name in (latency or {}).get("unavailable") or []]
     return found
 

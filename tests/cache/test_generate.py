@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from stream import config, policy
+from stream import KEY4, VALUE4, Stream, config, policy, stream, tokens
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
+from kvdrift.cache import attention
 from kvdrift.cache.packed import PackedCache
 from kvdrift.cache.pool import PoolExhausted
 from kvdrift.ledger import load_policy
@@ -274,3 +277,56 @@ def test_a_forward_pass_outside_no_grad_keeps_no_graph(llama: Any) -> None:
     assert all(layer.packed for layer in caches[0].layers)
     exact = [[layer.sequences.exact.both[:, :, :, : layer.exact[0]] for layer in cache.layers] for cache in caches]
     assert all(torch.equal(a, b) for a, b in zip(*exact, strict=True))
+
+
+@pytest.mark.parametrize("length", [20, 97])
+def test_an_arrival_of_other_sequences_is_refused_and_changes_nothing(length: int, llama: Any) -> None:
+    ids = prompt(3, 97, padded=False)["input_ids"]
+    cache = PackedCache(policy(), llama.config)
+    with torch.inference_mode():
+        llama(ids[:2, :length], cache=cache)
+        for other in (ids[:1, :1], ids[:, :1]):
+            with pytest.raises(ValueError, match=f"{len(other)} sequences arrive and the cache holds 2; choose with"):
+                llama(other, cache=cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == [length] * len(cache.layers)
+        fresh = PackedCache(policy(), llama.config)
+        llama(ids[:2, :length], cache=fresh)
+        assert torch.equal(llama(ids[:2, :9], cache=cache).logits, llama(ids[:2, :9], cache=fresh).logits)
+
+
+def test_a_copied_cache_goes_on_on_its_own(llama: Any) -> None:
+    """Prefix reuse, as Transformers' documentation has it."""
+    ids = prompt(1, 160, padded=False)["input_ids"]
+    cache = PackedCache(policy(), llama.config)
+    with torch.inference_mode():
+        llama(ids[:, :97], cache=cache)
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+        first = llama(ids[:, 97:], cache=cache).logits
+        assert all(torch.equal(llama(ids[:, 97:], cache=other).logits, first) for other in copies)
+    assert copies[0].ledger() == cache.ledger()
+    assert copies[0].storage_bytes() == cache.storage_bytes() == cache.ledger().format_bytes
+
+
+def test_what_attention_does_not_know_is_refused() -> None:
+    """Attention sinks, soft-capping and biases would be left out of the answer."""
+    fed, everything = stream(policy()), tokens(8)
+    for name in ("s_aux", "softcap", "position_bias"):
+        key, value = fed.cache.update(everything.k, everything.v, 0)
+        with pytest.raises(ValueError, match=f"takes {name}, which kvdrift's doesn't know"):
+            attention.attention(fed.module, everything.q, key, value, None, **{name: 1.0})
+    other = PackedCache(policy(), config())
+    with pytest.raises(
+        ValueError, match=r"has \(KV heads, head_dim\) of \[\(2, 16\)\] and the model's config says \(2, 32\)"
+    ):
+        other.update(everything.k[..., :16], everything.v[..., :16], 0)
+
+
+def test_a_cut_that_is_too_deep_cuts_no_layer() -> None:
+    """Layer 0 stays exact, by policy, beside a packed one."""
+    made = from_dict({"layers": [{}, {"key": KEY4, "value": VALUE4}], "block": 32})
+    cache, everything = PackedCache(made, config(layers=2)), tokens(70)
+    for index in range(2):
+        Stream(cache, index).feed(everything)
+    with pytest.raises(ValueError, match="remove at most 70"):
+        cache.crop(-71)
+    assert [cache.get_seq_length(index) for index in range(2)] == [70, 70]
