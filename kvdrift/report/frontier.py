@@ -140,9 +140,7 @@ def activation(policy: CachePolicy, even: BreakEven) -> str:
     end = f"up to {policy.max_length:,} tokens"
     why = f"{in_words(even.faster, 'faster')}, {in_words(even.smaller, 'smaller')}"
     if policy.min_length <= policy.max_length:
-        both = policy.min_length + policy.rollback
-        copies = f"; until {both:,} exact copies are held besides, for a rollback" if policy.rollback else ""
-        when = f"from {policy.min_length:,} {end} ({why}){copies}"
+        when = f"from {policy.min_length:,} {end} ({why})"
     else:
         when = f"never for speed ({why})"
     if even.smaller is None or not 0 <= even.smaller < policy.min_length:

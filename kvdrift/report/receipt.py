@@ -210,6 +210,9 @@ def _unsupported(
     found = [f"{name}: stays exact" for name in run.manifest.get("unsupported") or []]
     if policy.max_length is not None:
         found.append(f"sequences longer than {policy.max_length:,} tokens, the longest evaluated: routed to exact")
+        if policy.rollback and 0 < policy.min_length <= policy.max_length:
+            both = f"{policy.min_length:,} to {policy.min_length + policy.rollback - 1:,} tokens"
+            found.append(f"fewer bytes from {both}: until a rollback can't undo packing, exact copies are held besides")
     where = device.get("gpu") or device.get("cpu") or "the machine it was measured on"
     found.append(f"other devices than {where} with the {device.get('backend', 'unknown')} kernels: measure again")
     if verdict is not None:
